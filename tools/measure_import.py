@@ -39,8 +39,8 @@ REASONS = {
     "model family whose model in transformers is refused": ": the family ",
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
-    "experts over more ranks than there are": "shares out experts over",
-    "fewer prompts than replicas": "prompts to share out",
+    "experts over more ranks than there are": "divides experts among",
+    "fewer prompts than replicas": "data-parallel replicas, but",
     "model of unknown shape": NO_SHAPE,
 }
 TRAINS = re.compile(r"^\s+(trainer\.\w+|data\.train_\w+|--rollout-batch-size)", re.MULTILINE)

@@ -1,10 +1,13 @@
-"""Bytes of activations that a forward pass keeps for its backward pass.
+"""Estimates the bytes of activations kept by a forward pass for its backward pass.
 
-Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
-or latent attention by a fused kernel, no dropout. Per token that the rank computes, in elements: the inputs of both
-norms, which have the type of the residual stream, and of both blocks (4 hidden), queries, keys and values, what
-attention puts out, and what the MLP's matrices put out. Where adapters alone learn, the inputs of matrices that have
-none are not kept.
+The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1). The model has RMSNorm, gated MLP, and
+grouped-query or latent attention by a fused kernel, without dropout. Per token of a rank, these are kept, in elements:
+
+- the inputs of both norms in the type of the residual stream, and the inputs of both blocks (4 hidden)
+- queries, keys and values
+- the outputs of attention and of the MLP's matrices
+
+If only adapters learn, inputs of matrices without adapters are not kept.
 """
 
 from dataclasses import dataclass
@@ -18,8 +21,8 @@ from rltrain.models.table import LayerKind
 from rltrain.planning.optimizer_memory import learns_adapters
 from rltrain.planning.planned import PlannedJob, layers_of_chunks, layers_of_stage
 
-# What autograd keeps of a layer's inputs for the gradients of its matrices: those of every matrix that learns, of a
-# frozen one nothing, and of adapters their inputs and what is between their halves.
+# Inputs of a layer's matrices kept by autograd for gradients. A trained matrix keeps its input, a frozen one does not.
+# An adapter keeps its input and the values between its halves.
 
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
@@ -30,25 +33,28 @@ LAYER = "decoder.layers.{layer}."
 
 @dataclass(frozen=True)
 class KeptInputs:
-    """`adapters` are the numbers between the halves, of one token, by the matrix that these are beside; None where the
-    matrices learn themselves. With `drops` an adapter keeps its input without what was dropped, and which that was."""
+    """The kept inputs of one layer.
+
+    `adapters` are the numbers of elements per token between an adapter's halves, by matrix. None if the matrices
+    themselves learn. With `drops` an adapter also keeps its input after dropout, and the mask.
+    """
 
     adapters: dict[str, int] | None
     drops: bool
 
     def copies(self, matrix: str) -> int:
-        """Of its input: 0 where nothing beside it or in it learns."""
+        """Returns the number of kept copies of the matrix's input. 0 if neither it nor an adapter of it learns."""
         if self.adapters is None:
             return 1
         return (2 if self.drops else 1) if matrix in self.adapters else 0
 
     def beside(self, *matrices: str) -> int:
-        """Elements of one token that the adapters of these matrices keep between their halves."""
+        """Returns the elements per token kept between the halves of these matrices' adapters."""
         return sum((self.adapters or {}).get(matrix, 0) for matrix in matrices)
 
 
 def kept_inputs(job: PlannedJob, role: str, sparse: bool) -> KeptInputs:
-    """Of a layer with experts (`sparse`) or without."""
+    """Returns the kept inputs of a layer with experts (`sparse`) or without."""
     lora = job.config.model.lora
     if lora is None or not learns_adapters(job, role):
         return KeptInputs(None, drops=False)
@@ -60,12 +66,12 @@ def kept_inputs(job: PlannedJob, role: str, sparse: bool) -> KeptInputs:
 
 FP32 = 4
 OFFLOADED_THERE = 2
-"""With model.activation_offload, layers of which a device has everything while it is on its way to the host or back."""
+"""Number of layers whose activations are whole on the device during a transfer, with model.activation_offload."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one role's model, on a rank of pipeline stage `stage`."""
+    """The activations of one role's model, on a rank of pipeline stage `stage`."""
 
     job: PlannedJob
     role: str
@@ -80,8 +86,11 @@ class Activations:
         return self.stage == self.job.grids[self.role].pp - 1
 
     def training(self, tokens: int) -> int:
-        """At most at once, with micro-batches of `tokens` tokens. A layer that is recomputed keeps its input, one whose
-        parts are what is left without them, and one layer at a time has all that it computes anew."""
+        """Returns the peak bytes in training with micro-batches of `tokens` tokens.
+
+        A fully recomputed layer keeps its input. A partly recomputed one keeps its other parts. One layer at a time has
+        all its recomputed activations.
+        """
         kept, again = self._kept()
         of_all = sum(map(sum, kept))
         if self.job.config.model.activation_offload:
@@ -93,16 +102,17 @@ class Activations:
         return tokens * of_tokens + self._rounded_in_training() + self._scores(tokens)
 
     def offloaded(self, tokens: int) -> int:
-        """At most at once on the host."""
+        """Returns the peak bytes of offloaded activations in host memory."""
         return tokens * int(self._under_way() * self.leaving())
 
     def leaving(self) -> int:
-        """Of one token, what goes to the host and comes back: all layers' but the last one's of every chunk."""
+        """Returns the offloaded bytes per token. The last layer of every chunk stays."""
         leaves = self.job.config.model.activation_offload
         return sum(sum(chunk[:-1]) for chunk in self._kept()[0]) if leaves else 0
 
     def _kept(self) -> tuple[list[list[int]], list[int]]:
-        """Of one token: what the layers of each chunk keep for backward, and what layers compute anew."""
+        """Returns, in bytes per token, the activations kept by each layer of each chunk, and the recomputed ones of
+        each layer."""
         kept, again = [], []
         for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
             whole = self.job.config.model.recomputed.full_layers(len(layers))
@@ -113,28 +123,34 @@ class Activations:
         return kept, again
 
     def _under_way(self) -> float:
-        """Micro-batches whose activations the stage has at once. By 1F1B as many as there are stages from it on; of
-        interleaved stages a micro-batch is under way chunk by chunk (Narayanan et al. 2021, arXiv:2104.04473)."""
+        """Returns the number of micro-batches with activations on the stage at once.
+
+        With 1F1B it is the number of stages from this one on. With interleaved stages it is counted by chunks
+        (Narayanan et al. 2021, arXiv:2104.04473).
+        """
         grid = self.job.grids[self.role]
         behind = grid.pp - self.stage - 1
         chunks = 1 + behind if grid.vpp == 1 else 1 + 2 * behind + (grid.vpp - 1) * grid.pp
         return min(self.job.num_micro_batches(self.role), chunks / grid.vpp)
 
     def evaluating(self, tokens: int) -> int:
-        """Without gradients: those of the layer that is being computed."""
+        """Returns the peak bytes without gradients. Only the layer being computed has activations."""
         layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
         rounded = self._rounded_layer() if any(layers) else 0
         of_token = max((self.layer(sparse) for sparse in set(layers)), default=0) + self._between_projections()
         return of_token * tokens + rounded + self._scores(tokens)
 
     def _scores(self, tokens: int) -> int:
-        """Of the block that one layer at a time has."""
+        """Returns the bytes of the block of attention scores. One layer at a time has one."""
         num_heads = self.architecture.num_heads // self.job.grids[self.role].tp
         return block_bytes(self.architecture, num_heads, tokens)
 
     def _rounded_in_training(self) -> int:
-        """Rounded matrices of experts that products keep for backward: of every layer that is not computed anew, once
-        per micro-batch that is under way, and of one that is."""
+        """Returns the bytes of rounded expert matrices kept for backward.
+
+        Each layer without recomputation keeps them once per micro-batch under way. One recomputed layer at a time has
+        them too.
+        """
         model, kept, again = self.job.config.model, 0, 0
         for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
             whole = len(layers) if model.recomputed.repeats("moe") else model.recomputed.full_layers(len(layers))
@@ -143,7 +159,7 @@ class Activations:
         return int((self._under_way() * kept + again) * self._rounded_layer())
 
     def _rounded_layer(self) -> int:
-        """Of one layer, with model.fake_quantization."""
+        """Returns the bytes of one layer's rounded experts, with model.fake_quantization."""
         moe, grid = self.architecture.moe, self.job.grids[self.role]
         if moe is None or self.job.config.model_of(self.role).fake_quantization is None:
             return 0
@@ -152,13 +168,13 @@ class Activations:
         return elements // num_ranks * self.job.item_bytes
 
     def layer(self, sparse: bool) -> int:
-        """Of one token in one layer."""
+        """Returns the bytes per token of one layer."""
         post_norms = 2 * self._normed() if self.architecture.post_norms else 0
         blocks = self._blocks_inputs(sparse) + self._mixer(sparse) + self._inside(sparse)
         return 2 * self._norm() + post_norms + blocks
 
     def _recomputed(self, sparse: bool) -> int:
-        """Of `layer`, what parts of it that are computed anew do not keep."""
+        """Returns the part of `layer` that is recomputed and not kept."""
         repeats = self.job.config.model.recomputed.repeats
         parts = (
             (repeats("core_attn"), self._attended()),
@@ -171,8 +187,11 @@ class Activations:
         return kept_inputs(self.job, self.role, sparse)
 
     def _blocks_inputs(self, sparse: bool) -> int:
-        """What norms put out for attention, and for the MLP or the experts, whose router takes it too. A block that is
-        computed anew keeps it whatever learns."""
+        """Returns the bytes of the norms' outputs: the inputs of attention, and of the MLP or the experts with their
+        router.
+
+        A recomputed block keeps its input even if nothing in it learns.
+        """
         kept = self._kept_inputs(sparse)
         second = kept.copies(SHARED_FC1 if sparse else FC1) > 0 or not learns_adapters(self.job, self.role)
         again = self.job.config.model.recomputed.repeats("moe" if sparse else "mlp")
@@ -182,32 +201,34 @@ class Activations:
         return self._experts() if sparse else self._mlp()
 
     def _hidden(self, item_bytes: int) -> int:
-        """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
+        """Returns the bytes of one hidden state. Sequence parallelism splits it among tensor-parallel ranks."""
         parallel = self.job.config.parallel_of(self.role)[0]
         is_cut = parallel.sequence_parallel or self.architecture.is_split_by_tokens
         return self.architecture.hidden_size * item_bytes // (parallel.tp if is_cut else 1)
 
     def _norm(self) -> int:
-        """A norm's input; transformers' norms have it in fp32 in between, and what their weight is multiplied by, which
-        one that is frozen does not keep."""
+        """Returns the bytes of a norm's input. transformers' norms also keep it in fp32, and the input of their weight
+        if it learns."""
         between = 1 + (not learns_adapters(self.job, self.role)) if self.job.grids[self.role].is_sharded else 0
         return self._hidden(self.job.residual_bytes) + between * self._hidden(FP32)
 
     def _normed(self) -> int:
-        """A norm's input and output."""
+        """Returns the bytes of a norm's input and output."""
         return self._norm() + self._hidden(self.job.item_bytes)
 
     def _ends(self) -> int:
-        """The final norm's. A frozen head keeps no input, unless it makes logits again in parts."""
+        """Returns the bytes of the final norm. A frozen head keeps no input, unless it recomputes logits in chunks."""
         if not self.has_head:
             return 0
         is_kept = self.job.config.model.logits_chunk_tokens or not learns_adapters(self.job, self.role)
         return (self._normed() if is_kept else self._norm()) + self._prediction()
 
     def _prediction(self) -> int:
-        """Of the layer that predicts a further token, no part of which is computed anew: that of the decoder, the norms
-        of the embedding and of what it puts out, the input of the matrix, and the whole states that logits are made of.
-        The norm of the hidden state has the head's input."""
+        """Returns the bytes of the layer for a further token. None of it is recomputed.
+
+        They are those of a decoder layer, of the norms of the embedding and of the layer's output, of the matrix's
+        input, and of the whole states for logits. The norm of the hidden state uses the head's input.
+        """
         if not self.architecture.predicts or self.job.config.model.mtp is None:
             return 0
         whole = self.architecture.hidden_size * self.job.item_bytes
@@ -215,14 +236,17 @@ class Activations:
         return self.layer(self.architecture.predicting_kind.sparse) + norms_and_input + whole
 
     def _attended(self) -> int:
-        """What attention puts out; the mean of all layers where some have gated delta nets."""
+        """Returns the bytes of attention's outputs. The mean of all layers if some have gated delta nets."""
         a = self.architecture
         values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * a.num_attention_layers // a.num_layers
         return values * self.job.item_bytes // self.job.grids[self.role].tp
 
     def _mixer(self, sparse: bool) -> int:
-        """Of attention; the mean of all layers where some have gated delta nets, of which what is projected and what
-        heads put out is kept. Attention with gates keeps those and what they let through."""
+        """Returns the bytes of attention. The mean of all layers if some have gated delta nets.
+
+        A gated delta net keeps its projections and the outputs of its heads. Gated attention also keeps the gates and
+        their products.
+        """
         a, delta, cut = self.architecture, self.architecture.delta, self.job.grids[self.role].tp
         gates = 2 * a.query_size * self.job.item_bytes // cut if a.gated_attention else 0
         attention = self._attention(sparse) + gates
@@ -232,7 +256,8 @@ class Activations:
         return (a.num_attention_layers * attention + delta.num_layers * kept) // a.num_layers
 
     def _between_projections(self) -> int:
-        """Of a gated delta net, which one layer at a time has, forward or backward: as autograd keeps it, counted."""
+        """Returns the bytes inside a gated delta net, in forward or backward. One layer at a time has them. The numbers
+        were counted in autograd."""
         delta = self.architecture.delta
         if delta is None:
             return 0
@@ -262,8 +287,10 @@ class Activations:
         return split // self.job.grids[self.role].tp + (latents + kept.beside(QKV, PROJECTION)) * item + again
 
     def _mlp(self) -> int:
-        """Gate and up, the activated gate, their product, which the last matrix is given; without a gate what ReLU lets
-        through, and its square."""
+        """Returns the bytes of an MLP: gate and up, the activated gate, and the product as the last matrix's input.
+
+        Without a gate they are the output of ReLU and its square.
+        """
         kept, item = self._kept_inputs(sparse=False), self.job.item_bytes
         again = max(kept.copies(FC1) - 1, 0) * self._hidden(item)
         of_products = 3 if self.architecture.gates_mlps else 1
@@ -271,8 +298,10 @@ class Activations:
         return (inside + kept.beside(FC1, FC2)) * item + again
 
     def _experts(self) -> int:
-        """Tokens are taken to be shared out evenly over the ranks of expert parallelism. Routers keep scores and
-        weights, and what their losses are made of."""
+        """Returns the bytes of experts. Tokens are assumed to be even over the ranks of expert parallelism.
+
+        Routers keep scores and weights, and the inputs of their losses.
+        """
         moe, item, grid = self.architecture.moe, self.job.item_bytes, self.job.grids[self.role]
         assert moe is not None
         etp, kept = grid.etp or grid.tp, self._kept_inputs(sparse=True)

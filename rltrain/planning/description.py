@@ -1,4 +1,4 @@
-"""The text of a dry run: order, overlaps, ranks, memory, evaluations and time."""
+"""Writes the text of a dry run: order, overlaps, ranks, memory, evaluations and time."""
 
 import os
 from collections import Counter, defaultdict
@@ -47,11 +47,11 @@ from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 
-# What happens in which order, and what at the same time.
+# The order of tasks, and their overlaps.
 
 
 def describe_mode(config: Config) -> str:
-    """The mode, and what of the schedule section bears on it."""
+    """Returns the mode with the schedule settings that affect it."""
     schedule, shape = config.schedule, RunShape.of(config)
     words = [schedule.mode, f"chunks {shape.num_chunks}", f"max_staleness {schedule.max_staleness}"]
     if shape.lead:
@@ -65,8 +65,10 @@ def describe_mode(config: Config) -> str:
 
 
 def describe_order(order: Order, config: Config) -> list[str]:
-    """The entries of a step in the middle without an evaluation, of its chunks the first and the last; then those of
-    the first step, and those after the last, that have no like among them."""
+    """Returns the entries of a step in the middle without an evaluation, for its first and last chunk.
+
+    Then follow the further kinds of entries in the first step and after the last one.
+    """
     middle, last_chunk = fullest_step(order), RunShape.of(config).num_chunks - 1
     lines: list[str] = []
     shown: set[tuple[str, str, tuple[str, ...]]] = set()
@@ -79,22 +81,22 @@ def describe_order(order: Order, config: Config) -> list[str]:
 
 
 def _alike(entry: Entry) -> tuple[str, str, tuple[str, ...]]:
-    """What an entry has in common with those of other steps and chunks."""
+    """Returns the kind of an entry, equal for all steps and chunks."""
     return entry.kind, entry.name, entry.roles
 
 
 def describe_overlaps(order: Order, config: Config, placement: Placement) -> list[str]:
-    """Tasks with those that they may run beside, without checkpoints, whose files are written beside all tasks."""
+    """Returns tasks with their possible overlaps. Checkpoints are left out, because they overlap with all tasks."""
     found = overlapping_tasks(order, placement, syncs_in_flight=RunShape.of(config).syncs_in_flight)
     pairs = [pair for pair in found if not any(task.startswith(f"{CHECKPOINT} ") for task in pair)]
     if not pairs:
-        return ["none: every task needs what the one before it made, or its ranks"]
+        return ["none: every task needs the result or the ranks of the one before it"]
     lines = (f"{task} beside {', '.join(sorted(others))}" for task, others in by_task(pairs))
     return [part for line in lines for part in wrapped(line)]
 
 
 def by_task(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, set[str]]]:
-    """Every pair once, at the one of its two that has most partners left."""
+    """Yields each task with its partners, every pair once. The task with the most remaining partners comes first."""
     partners: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:
         partners[one].add(other)
@@ -107,11 +109,11 @@ def by_task(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, set[str]]]:
         yield task, others
 
 
-# Which ranks host what: those that are alike together, or each on a line.
+# The roles of the ranks, for equal ranks together or rank by rank.
 
 
 def describe_ranks(placement: Placement, ranks_per_node: int) -> list[str]:
-    """One line per set of roles."""
+    """Returns one line per set of roles."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in range(placement.world_size):
         alike[placement.hosts(rank)].append(rank)
@@ -124,7 +126,7 @@ def describe_ranks(placement: Placement, ranks_per_node: int) -> list[str]:
 
 
 def rank_map(placement: Placement, grids: Mapping[str, Grid], ranks_per_node: int) -> list[str]:
-    """One line per rank: its node, and its coordinates in each role that it hosts."""
+    """Returns one line per rank: its node, and its coordinates in each of its roles."""
     rows = [["rank", "node", *placement.roles]]
     for rank in range(placement.world_size):
         cells = [coordinates(grids[role], rank) for role in placement.roles]
@@ -140,10 +142,10 @@ def coordinates(grid: Grid, rank: int) -> str:
     return " ".join(f"{name}{index}" for name, (index, size) in parts.items() if size > 1) or "alone"
 
 
-# Who evaluates what, beside whom, and how long it takes.
+# The evaluations, their ranks and their time.
 
 PROMPTS = 100
-"""Of which the seconds are told: how many a file has, nobody has read."""
+"""Number of prompts in the estimated seconds. The size of the file is not read."""
 
 SecondsOfSet = Callable[[EvaluationPlan], float]
 
@@ -151,7 +153,7 @@ SecondsOfSet = Callable[[EvaluationPlan], float]
 def describe_evaluation(
     config: Config, grids: Mapping[str, Grid], estimate: tuple[str, SecondsOfSet] | None
 ) -> list[str]:
-    """Returns nothing where nothing is evaluated. `estimate` is what `estimator_of_sets` gives."""
+    """Returns the lines about evaluations, none if there are none. `estimate` is the result of `estimator_of_sets`."""
     if config.scores_held_out:
         plans = [plan for plan in config.evaluations if plan.name == SHORT_FORM]
         intervals = [f" and every {plan.interval} steps" if plan.interval else "" for plan in plans]
@@ -163,11 +165,11 @@ def describe_evaluation(
     grid = grids[role]
     engines = f"{grid.dp} engine{'s' * (grid.dp > 1)} of tp {grid.tp} on ranks {format_ranks(grid.ranks)}"
     if role == "evaluation":
-        lines = [f"by role evaluation, {engines}, beside training and generation, which wait for none of it"]
+        lines = [f"by role evaluation, {engines}, in parallel with training and generation, which do not wait for it"]
     elif RunShape.of(config).lead:
-        lines = [f"by the rollout, {engines}, while training goes on; engines draw, and take weights, when it is done"]
+        lines = [f"by the rollout, {engines}, while training continues; generation and weight syncs come after it"]
     else:
-        lines = [f"by the rollout, {engines}, while all others wait"]
+        lines = [f"by the rollout, {engines}, while all other roles wait"]
     rows = [["set", "before the first and after the last step", "samples per prompt"]]
     for plan in config.evaluations:
         every = f"and every {plan.interval} steps" if plan.interval else ""
@@ -182,7 +184,8 @@ def describe_evaluation(
 
 
 def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, SecondsOfSet]:
-    """What its weights cost training, in words, and the seconds of drawing PROMPTS prompts of a set."""
+    """Returns the cost of the weights for training, in words, and a function for the seconds of PROMPTS prompts of a
+    set."""
     gpu = gpu_named(options.gpu)
     workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
     role = "evaluation" if "evaluation" in job.grids else "rollout"
@@ -196,12 +199,13 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
     return sync, lambda plan: evaluating(job, gpu, workload, plan, room, PROMPTS)
 
 
-# How long tasks and steps take, in words.
+# The times of tasks and steps in words.
 
 
 def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
-    """A line per task of a step in the middle of the run, the step, and how long each role's ranks wait."""
-    source = f"as {calibrated} measured them" if calibrated else "efficiencies assumed: rltrain/planning/hardware.py"
+    """Returns a line per task of a step in the middle of the run, then the step, and the waiting share of each role's
+    ranks."""
+    source = f"measured by {calibrated}" if calibrated else "assumed efficiencies: rltrain/planning/hardware.py"
     lines = [
         f"assumed: prompts of {digits(workload.prompt)} tokens, responses of {digits(workload.response)}, the longest "
         f"of {digits(workload.longest_response)}; {source}"
@@ -216,15 +220,15 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
         *lines,
         *table(rows),
         f"a step: {seconds(step.step_s)}, {digits(step.tokens_per_s)} tokens/s/GPU",
-        f"of it ranks wait: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
+        f"waiting share: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
     ]
 
 
-# How much the ranks hold at most, and what to say where that is too much.
+# The peaks of the ranks, and the message if they are too high.
 
 
 def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) -> list[str]:
-    """Of ranks with the same roles the pipeline stage with the highest peak, and the peaks of the others."""
+    """Returns, for ranks with the same roles, the pipeline stage with the highest peak, and the peaks of the others."""
     alike: dict[tuple[str, ...], list[RankMemory]] = {}
     for memory in memories:
         alike.setdefault(memory.kind.device_roles, []).append(memory)
@@ -244,12 +248,12 @@ def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) 
             of_node[rank // ranks_per_node] += sum(memory.host.values())
     most, there_is = max(of_node.values(), default=0), gpu.host_memory_gb * GB * ranks_per_node
     if most > there_is:
-        found.append(f"a node would pin {size(most)} of the {size(there_is)} that its host has: offload fewer roles")
+        found.append(f"a node would pin {size(most)}, but its host has only {size(there_is)}: offload fewer roles")
     return found
 
 
 def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str, changes: Sequence[Change]) -> None:
-    """ConfigError with the ranks that hold most, and the changes of the config that would save most."""
+    """Raises ConfigError with the ranks of the highest peak, and the changes of the config that would save most."""
     worst = largest(memories)
     lines = [
         f"{numbered('rank', worst.ranks)} ({', '.join(worst.kind.device_roles)}) would "
@@ -261,28 +265,29 @@ def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str
         verdict = "fits" if change.memory.fits(gpu) else "still too much"
         lines.append(f"  {change.text}: {size(peak.total)} at {peak.task}, {verdict}")
     if changes:
-        lines.insert(1, "What would save most, each alone:")
+        lines.insert(1, "The changes that save most, each alone:")
     raise ConfigError("\n".join(lines))
 
 
-# Which part of whose memory is on the device during which task, for each kind of rank.
+# The memory parts on the device during each task, for each kind of rank.
 
 PARTS = (*TRAINED_PARTS, "kv_cache")
-"""In the order of their columns. With fp32 weights there are no master weights beside them."""
+"""Parts in the order of their columns. Models with fp32 weights have no master weights."""
 
 LEGEND = (
-    "used: needed by the task; stays: on the device all the same",
-    "host: copied away; dropped: gone, since it is rewritten before it is read again",
-    "without a GPU there is nothing to leave: only roles with offload: true do",
+    "used: needed by the task; stays: on the device without being needed",
+    "host: copied to the host; dropped: freed, because it is rewritten before it is read again",
+    "without a GPU only roles with offload: true leave the device",
 )
 
 
 def describe_memory(
     order: Order, config: Config, placement: Placement, guests: Collection[str], sharing: Collection[str] = ()
 ) -> list[str]:
-    """The memory of a step of `order` in the middle of the run, per set of ranks that host the same roles.
+    """Returns the memory of a step of `order` in the middle of the run, per set of ranks with the same roles.
 
-    `guests` are roles whose weights take the place of the actor's, `sharing` are those that have the actor's base.
+    `guests` are roles whose weights temporarily replace the actor's. `sharing` are roles that use the actor's base
+    weights.
     """
     lines: list[str] = []
     parts = [part for part in PARTS if part != "master_weights" or config.model.dtype != "float32"]
@@ -309,7 +314,7 @@ def describe_memory(
 
 
 def _kinds_of_ranks(placement: Placement) -> dict[tuple[str, ...], list[int]]:
-    """Ranks by their roles with something on the device."""
+    """Returns ranks by their roles with something on the device."""
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in range(placement.world_size):
         hosted = tuple(role for role in placement.hosts(rank) if role in device_roles())
@@ -324,7 +329,7 @@ Cells = dict[Key, str]
 def _places_by_task(
     order: Order, plan: MemoryPlan, places: Iterable[tuple[int, Mapping[Key, Place]]]
 ) -> dict[str, Cells]:
-    """What to say of every part during every task of the step; the task's chunks are told apart where they differ."""
+    """Returns the cell of every part during every task of the step. Chunks get separate rows if they differ."""
     step = fullest_step(order)
     found: dict[str, list[tuple[int, Cells]]] = defaultdict(list)
     for position, place_of in places:
@@ -349,42 +354,42 @@ def _table(rows: Mapping[str, Cells], hosted: Collection[str], parts: Collection
     return table([*header, *([name, *(cells[key] for key in keys)] for name, cells in rows.items())])
 
 
-# What --search proposes, in words.
+# The proposals of --search in words.
 
 
 def describe_proposals(job: PlannedJob, gpu: Gpu, workload: Workload, calibration: Calibration) -> list[str]:
-    """A line for each, fastest first: what to write in the config, and what it would take."""
+    """Returns a line for each proposal, fastest first: its estimates and its config keys."""
     rows = [["a step", "tokens/s/GPU", "peak", "keys"]]
     for made in proposals(job, gpu, workload, calibration, is_legal):
         keys = " ".join(f"{key}={_value(value)}" for key, value in made.keys.items())
         numbers = [seconds(made.step.step_s), digits(made.step.tokens_per_s), size(made.memory.peak.total)]
         rows.append([*numbers, keys])
     if len(rows) == 1:
-        return ["none: of all placements and sizes that are legal none fits"]
+        return ["none: no legal placement fits"]
     return table(rows)
 
 
 def _value(value: object) -> str:
-    """As an override of the command line has it."""
+    """Returns a value in the form of a command-line override."""
     if isinstance(value, dict):
         inside = ", ".join(f"'{key}': {ranks}" for key, ranks in value.items())
         return f'"{{{inside}}}"'
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What a job would do, in words: computed from the config alone, without torchrun, GPU or weights.
+# The description of a job, computed from the config alone, without torchrun, GPU or weights.
 
 CONFIG_FILE = "config.json"
 Sections = dict[str, list[str]]
 
 
 def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOptions) -> str:
-    """The whole description; raises the UserError that the job would be refused with, or that it does not fit."""
+    """Returns the whole description. Raises the UserError of a job that would be refused or does not fit."""
     return describe(load_config(config_path, overrides), options)
 
 
 def describe(config: Config, options: DryRunOptions) -> str:
-    """`describe_job` of a config that is there."""
+    """Returns the description of a loaded config. Raises UserError like `describe_job`."""
     config = with_cached_copies(config)
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
@@ -423,13 +428,13 @@ def describe(config: Config, options: DryRunOptions) -> str:
 
 
 def model_limits(architectures: Mapping[str, Architecture]) -> ModelLimits:
-    """Returns what the policy has room for; nothing is known of it where its config.json was not read."""
+    """Returns the limits of the policy's model. They are unknown if its config.json was not read."""
     policy = architectures.get("actor")
     return ModelLimits(policy.vocab_size, policy.max_positions) if policy else UNKNOWN_MODEL
 
 
 def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
-    """Bytes and seconds. ConfigError where the job does not fit, unless other placements are asked for."""
+    """Returns bytes and seconds. Raises ConfigError if the job does not fit, except with --search."""
     gpu = gpu_named(options.gpu)
     workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
     calibration = calibration_of([options.calibrate], gpu) if options.calibrate else Calibration()
@@ -441,19 +446,19 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
     peaks = describe_fit(memories, gpu, job.ranks_per_node)
     source = str(options.calibrate) if options.calibrate else None
     found = {
-        f"Bytes, foretold for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
-        f"Seconds, foretold for {options.gpu}": describe_time(clock.step(), workload, source),
+        f"Bytes, estimated for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
+        f"Seconds, estimated for {options.gpu}": describe_time(clock.step(), workload, source),
         "Weight sync": describe_weight_sync(job, clock.sync, gpu, options.every_rank),
     }
     if options.search:
-        found["Placements that would be fastest"] = describe_proposals(job, gpu, workload, calibration)
+        found["Fastest placements"] = describe_proposals(job, gpu, workload, calibration)
     return found
 
 
 def unknown(config: Config, has_rollout: bool) -> Sections:
-    """What is said where there is no config.json to read a model's shape from, or nothing is trained."""
+    """Returns the section for a model without config.json, or for an algorithm without training."""
     if not algorithm_of(config).trains:
-        return {"Weight sync": ["none: engines read model.path; bytes and seconds are foretold of training alone"]}
+        return {"Weight sync": ["none: engines read model.path; bytes and seconds are estimated for training only"]}
     missing = f"{Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"
     return {"Weight sync": [f"bytes unknown: {missing}" if has_rollout else "none: no rollout is placed"]}
 
@@ -485,12 +490,12 @@ def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
 
 
 def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
-    """Whether another run of the same config gives the same."""
+    """Returns whether another run of the same config gives equal results, with the reason."""
     obstacle = obstacle_to_repeating(config, grids)
     return (
         f"no: {obstacle}"
         if obstacle
-        else "yes, on CPUs bit for bit: what is drawn, and by which weights, depends on no clock"
+        else "yes, on CPUs bit for bit: samples and the weights that generate them do not depend on timing"
     )
 
 
@@ -510,18 +515,18 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
     if where and not in_files and ranks_left_by_engines(job.config, job.placement):
         lines.append("sends everything every time: see weight_sync.delta under Warnings")
     elif where:
-        role, what = ("rollout", "writes files of") if in_files else ("actor", "sends")
+        role, what = ("rollout", "writes files of") if in_files else ("actor", "sends only")
         kept = max(kept_bytes(job, rank) for rank in job.grids[role].ranks)
         lines.append(
-            f"{what} what changed: {100 * changed_share(job):.1f}% of these bytes in the mean, if a step changes "
-            f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the {role} keeps "
+            f"{what} changed elements: {100 * changed_share(job):.1f}% of these bytes on average, if a step changes "
+            f"{100 * CHANGED_SHARE:g}% of 16-bit elements and all wider ones; a rank of the {role} keeps "
             f"{size(kept)} on its {where}"
         )
     return [*lines, *traffic_of_pairs(job, sync)] if every_pair else lines
 
 
 def traffic_of_pairs(job: PlannedJob, sync: PlannedSync) -> list[str]:
-    """Bytes from every rank to every other one."""
+    """Returns the bytes from every rank to every other rank."""
     rows = [["from", "to", "bytes", "over"]]
     moved = traffic(sync.planner.source, sync.planner.destination, job.ranks_per_node)
     for (sender, receiver), num_bytes in sorted(moved.items()):

@@ -1,8 +1,8 @@
-"""What a device can hold and do, and how much of that a job is taken to reach.
+"""The capacity and speed of devices, and the assumed share that a job reaches.
 
 Figures of `GPUS` are from NVIDIA's data sheets, without sparsity, per GPU and per direction: A100 80GB SXM, H100 SXM,
-H200 SXM, HGX B200, GB200 NVL72. Memory is what the driver reports, which is more than the name says: an H100 of 80 GB
-has 79.1 x 2^30 bytes. Network is what DGX systems of that generation give every GPU.
+H200 SXM, HGX B200, GB200 NVL72. Memory is the figure of the driver. It exceeds the name: an H100 of 80 GB has 79.1 x
+2^30 bytes. Network is the share of one GPU in DGX systems of that generation.
 """
 
 import re
@@ -22,80 +22,85 @@ GB = 1e9
 
 
 class Efficiency(Section):
-    """What of a device's figures is reached, and what work costs beside them. Assumed, not measured: --calibrate
-    replaces them by what a run of one's own took."""
+    """The reached shares of a device's figures, and fixed costs of work. They are assumed, not measured.
+
+    --calibrate replaces them by measurements of a run.
+    """
 
     matmul: Fraction = 0.5
-    """Of the dense peak, by the matrix products of training, evaluation and prefill."""
+    """Share of the dense peak in matrix products of training, evaluation and prefill."""
     experts: Fraction = 0.3
-    """Of the same, by the products of experts, which are smaller and come with tokens being sorted."""
+    """Share of the dense peak in products of experts. They are smaller, and tokens must be sorted."""
     attention: Fraction = 0.4
-    """Of the same, by attention over long sequences."""
+    """Share of the dense peak in attention over long sequences."""
     memory: Fraction = 0.7
-    """Of the memory's bandwidth, by decode steps, optimizer steps and local copies."""
+    """Share of the memory bandwidth in decode steps, optimizer steps and local copies."""
     node: Fraction = 0.75
     network: Fraction = 0.8
     host: Fraction = 0.8
     host_adam: Positive = 1.5e9
-    """Elements per second that a rank's share of the host makes steps of, with optimizer.cpu_offload: 30 bytes each of
-    its memory's bandwidth, of which one core of an AMD EPYC reaches a third to a half."""
+    """Elements per second of optimizer steps on a rank's share of the host, with optimizer.cpu_offload.
+
+    Each element takes 30 bytes of memory bandwidth. One core of an AMD EPYC reaches a third to a half of this rate.
+    """
     layer_s: NonNegative = 2e-4
-    """Launching the kernels of a layer in a forward pass that is not recorded; twice as long backward."""
+    """Seconds to launch the kernels of a layer in a forward pass without CUDA graph. Backward takes twice as long."""
     micro_batch_s: NonNegative = 2e-3
-    """A micro-batch besides, in a pass forward: packing it, log-probs and the loss; as long again backward."""
+    """Further seconds of a micro-batch in a forward pass: packing, log-probs and the loss. Backward takes as long
+    again."""
     update_s: NonNegative = 2e-3
-    """An optimizer step besides: clipping, and what the host waits for."""
+    """Further seconds of an optimizer step: clipping, and waits of the host."""
     decode_layer_s: NonNegative = 1.5e-5
-    """A layer of a recorded decode step, beyond what it reads and multiplies."""
+    """Seconds of a layer in a decode step with CUDA graph, beyond its reads and products."""
     decode_step_s: NonNegative = 1e-3
-    """A decode step besides: sampling, and choosing what to run next."""
+    """Further seconds of a decode step: sampling, and scheduling the next step."""
     collective_s: NonNegative = 1.5e-5
-    """The latency of one collective within a node."""
+    """Latency in seconds of one collective within a node."""
     network_collective_s: NonNegative = 4e-5
-    """The same, of ranks on several nodes."""
+    """Latency in seconds of one collective over several nodes."""
     dispatch_s: NonNegative = 1e-4
-    """Sending tokens to their experts, in each direction, beside what it moves: the counts of tokens are gathered, and
-    the host waits for them before it launches what follows."""
+    """Seconds to send tokens to their experts, per direction, beyond the bytes moved. The host waits for the gathered
+    token counts before further launches."""
     expert_imbalance: Positive = 1.2
-    """Tokens of the rank whose experts get most over the mean, in a layer: the others wait for it. 1: an even load."""
+    """Tokens of the rank with the most loaded experts of a layer, over the mean. Other ranks wait for it. 1 is an even
+    load."""
     crowding: Positive = 1.0
-    """By how much computing takes longer where several ranks of a role are on one node: 1 for GPUs, which share no
-    memory; cores of a CPU do."""
+    """Factor on computing time if several ranks of a role are on one node. 1 for GPUs. CPU cores share their memory."""
     task_s: NonNegative = 0.02
-    """Beginning and ending a task: experience packed and sent."""
+    """Seconds to begin and end a task: packing and sending experience."""
     reward_s: NonNegative = 1e-3
-    """The reward function, for one sample."""
+    """Seconds of the reward function per sample."""
     usable_memory: Fraction = 0.95
-    """Of the device's memory: the rest is lost between blocks of the allocator."""
+    """Usable share of the device's memory. The rest is lost between blocks of the allocator."""
     context_mb: NonNegative = 700.0
-    """The driver's own, with kernels loaded and cuBLAS's workspace, for each process on the device."""
+    """MiB of each process on the device: the driver's context, loaded kernels, and cuBLAS's workspace."""
     communicator_mb: NonNegative = 60.0
-    """Buffers of one NCCL communicator of several ranks."""
+    """MiB of buffers per NCCL communicator of several ranks."""
 
 
 class Gpu(Section):
-    """One device. Bandwidths in 1e9 bytes per second and direction."""
+    """One device. Bandwidths are in 1e9 bytes per second and direction."""
 
     memory_gb: Positive
-    """1e9 bytes."""
+    """Memory in 1e9 bytes."""
     tflops: dict[str, Positive]
-    """Dense, by dtype: bfloat16, float32, float8; float16 counts as bfloat16 where it is not given."""
+    """Dense TFLOP/s by dtype: bfloat16, float32, float8. float16 counts as bfloat16 if it is not given."""
     memory_gb_per_s: Positive
     node_gb_per_s: Positive
-    """To the other devices of its node."""
+    """Bandwidth to other devices of its node."""
     network_gb_per_s: Positive
-    """To other nodes."""
+    """Bandwidth to other nodes."""
     host_gb_per_s: Positive
-    """To the memory of its host."""
+    """Bandwidth to the memory of its host."""
     host_memory_gb: Positive
-    """Of its host, its share."""
+    """The device's share of its host's memory, in 1e9 bytes."""
     efficiency: Efficiency = Field(default_factory=Efficiency)
 
     def flops(self, dtype: str) -> float:
-        """Operations per second at the peak. ConfigError for a dtype that it has no figure for."""
+        """Returns the peak in FLOP/s. Raises ConfigError for a dtype without a figure."""
         dtype = "bfloat16" if dtype == "float16" and dtype not in self.tflops else dtype
         if dtype not in self.tflops:
-            raise ConfigError(f"model.dtype: {dtype}: the --gpu has no figure for it in tflops: {sorted(self.tflops)}")
+            raise ConfigError(f"model.dtype: got {dtype}; expected one with tflops of the --gpu: {sorted(self.tflops)}")
         return self.tflops[dtype] * 1e12
 
     @property
@@ -104,7 +109,7 @@ class Gpu(Section):
 
     @property
     def memory(self) -> float:
-        """Bytes per second that are reached, as of the following."""
+        """Reached bytes per second of the memory. The next properties are alike."""
         return self.memory_gb_per_s * GB * self.efficiency.memory
 
     @property
@@ -146,8 +151,10 @@ DEFAULT_GPU = "h100"
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """That of `GPUS` which torch calls so, as "NVIDIA H100 80GB HBM3"; None for others, PCIe and NVL forms among them,
-    whose figures are lower."""
+    """Returns the entry of `GPUS` for a name used by torch, such as "NVIDIA H100 80GB HBM3".
+
+    Returns None for other devices, and for PCIe and NVL versions, because their figures are lower.
+    """
     words = re.split(r"[^a-z0-9]+", device_name.lower())
     if {"pcie", "nvl"} & set(words):
         return None
@@ -155,7 +162,8 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 
 def gpu_named(name: str) -> Gpu:
-    """One of `GPUS`, or that of a YAML file with the keys of `Gpu`. ConfigError says what a file lacks."""
+    """Returns an entry of `GPUS`, or the device of a YAML file with the keys of `Gpu`. Raises ConfigError for a wrong
+    file."""
     if name in GPUS:
         return GPUS[name]
     path = Path(name)
@@ -173,15 +181,15 @@ def gpu_named(name: str) -> Gpu:
         raise ConfigError(f"option --gpu: {name}: {wrong}; {expected}") from error
 
 
-# Seconds that collectives and copies take between the ranks of a grid.
+# Seconds of collectives and copies between the ranks of a grid.
 
 
 @dataclass(frozen=True)
 class GroupLink:
-    """`size` ranks that exchange data, and the bytes per second at which each sends and receives in a ring.
+    """The link between `size` ranks. Each sends and receives `bandwidth` bytes per second in a ring.
 
-    What a rank sends to each of the others apart goes at `node` to those of its own node, of which there are
-    `on_node`, itself among them, and at `network` to the others.
+    In an all-to-all a rank sends to ranks of its node at `node` bytes per second, and to other ranks at `network`.
+    `on_node` is the number of ranks on its node, itself included.
     """
 
     size: int
@@ -192,24 +200,27 @@ class GroupLink:
     network: float
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Of `num_bytes` on each rank, by a ring: each sends twice what it does not keep."""
+        """Returns the seconds of an all-reduce of `num_bytes` per rank by a ring. A ring sends twice the bytes of a
+        gather."""
         return 2 * self.gather(num_bytes)
 
     def gather(self, num_bytes: float) -> float:
-        """An all-gather or reduce-scatter whose whole is `num_bytes`."""
+        """Returns the seconds of an all-gather or reduce-scatter. `num_bytes` is the size of the whole."""
         if self.size == 1:
             return 0.0
         return num_bytes * (self.size - 1) / self.size / self.bandwidth + self.latency_s
 
     def scattered(self, num_bytes: float) -> float:
-        """An all-to-all of `num_bytes` on each rank, an equal share for every rank, without its latency: what leaves a
-        node does so by the sender's own link."""
+        """Returns the seconds of an all-to-all of `num_bytes` per rank in equal shares, without latency.
+
+        Bytes to other nodes go over the sender's own network link.
+        """
         within = num_bytes * (self.on_node - 1) / self.size / self.node
         return max(within, num_bytes * (self.size - self.on_node) / self.size / self.network)
 
 
 def group_link(ranks: np.ndarray, ranks_per_node: int, gpu: Gpu) -> GroupLink:
-    """Between `ranks`. Where they are on several nodes, rings leave a node by the network links of all its members."""
+    """Returns the link between `ranks`. Rings over several nodes use the network links of all members of a node."""
     nodes, members = np.unique(ranks // ranks_per_node, return_counts=True)
     on_node, is_within = int(members.min()), len(nodes) == 1
     bandwidth = gpu.node if is_within else min(gpu.node, gpu.network * on_node)
@@ -219,7 +230,7 @@ def group_link(ranks: np.ndarray, ranks_per_node: int, gpu: Gpu) -> GroupLink:
 
 @dataclass(frozen=True)
 class GridLinks:
-    """Of the groups that hold a grid's first ranks, which stand for all."""
+    """The links of the groups of a grid's first ranks. Other groups are alike."""
 
     tp: GroupLink
     cp: GroupLink
@@ -230,7 +241,7 @@ class GridLinks:
     """Bytes per second from one stage to the next."""
     shard: GroupLink
     copies: GroupLink
-    """Of a model that is sharded over all ranks of its role: those that share a copy, and those with equal shards."""
+    """For a sharded model, `shard` links the ranks of one copy, and `copies` links the ranks with equal shards."""
 
     @classmethod
     def of(cls, grid: Grid, ranks_per_node: int, gpu: Gpu) -> "GridLinks":

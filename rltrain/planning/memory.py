@@ -1,4 +1,4 @@
-"""Bytes that each kind of rank holds, its peak, and the task of the peak."""
+"""Estimates the bytes on each kind of rank, its peak, and the task of the peak."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,30 +42,30 @@ from rltrain.schedule.memory_plan import MemoryPlan, Place, leaving_roles, ranks
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
 
-# Bytes that a rank holds: the parts of its roles, and what its tasks need beside them while they run.
+# Bytes on a rank: the parts of its roles, and the further needs of its running tasks.
 
 MIB = 2**20
 FP32 = 4
 MEMORY_CHECKPOINTS = 4
-"""At most, of a rank in its node's memory, and copies on the next node: two that count and two under way."""
+"""Most checkpoints of a rank in its node's memory, with copies on the next node: two complete, two being written."""
 POSITIONS_MULTIPLE = 8
-"""Positions of the embedded engine's cache are a multiple of it."""
+"""Positions of the embedded engine's cache are a multiple of this."""
 SGLANG_STAGING_SLOTS = 2
 SGLANG_EXPERT_BYTES = 4
-"""Bytes of an expert's number in its record."""
+"""Bytes of an expert's number in SGLang's record of choices."""
 SGLANG_MEMORY_FRACTION = 0.85
-"""Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
-chooses depends on the device and is near this."""
+"""Share of the device for weights, keys and values if rollout.sglang.args has no mem_fraction_static. SGLang's own
+choice depends on the device and is close to this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
-"""Logits that are looked at in fp32 at a time."""
+"""Number of logits converted to fp32 at a time."""
 LOGPROB_COPIES = 2
 
 
 def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_bytes: int = 2) -> int:
-    """Keys and values of `num_tokens` tokens on one rank of an engine of `tp` ranks.
+    """Returns the bytes of keys and values of `num_tokens` tokens on one rank of an engine of `tp` ranks.
 
-    With more ranks than KV heads each holds one. Latent attention keeps the latent and the rotated part of the key,
-    whole on every rank.
+    With more ranks than KV heads, each rank holds one. Latent attention keeps the latent and the rotated part of the
+    key, whole on every rank.
     """
     if architecture.mla:
         elements = architecture.mla.kv_rank + architecture.mla.rope_head_dim
@@ -75,8 +75,10 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
 
 
 def state_bytes(architecture: Architecture, num_samples: int, *, tp: int = 1, item_bytes: int = 2) -> int:
-    """States of gated delta nets of `num_samples` samples on one rank of an engine of `tp` ranks, in float32, and what
-    their convolutions read of tokens before."""
+    """Returns the bytes of gated delta net states of `num_samples` samples on one rank of an engine of `tp` ranks.
+
+    States are float32. The earlier tokens needed by convolutions are included.
+    """
     if architecture.delta is None:
         return 0
     own = architecture.delta.shared_by(tp)
@@ -85,8 +87,10 @@ def state_bytes(architecture: Architecture, num_samples: int, *, tp: int = 1, it
 
 
 def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
-    """Of each part of a role's memory, on a rank of one of its pipeline stages. Keys and values are those that all
-    responses which run at once may need; `cache_on_gpu` tells what a device leaves them."""
+    """Returns the bytes of each part of a role's memory, on a rank of one of its pipeline stages.
+
+    Keys and values are for all responses running at once. `cache_on_gpu` returns the room for them on a device.
+    """
     if job.runs_elsewhere(role):
         return {"weights": 0, "kv_cache": 0}
     if role in drawing_roles():
@@ -124,9 +128,11 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
 
 
 def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
-    """Bytes of keys and values on a rank of an engine that draws, where `beside` bytes of the device are taken when its
-    turn comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
-    context."""
+    """Returns the bytes of keys and values on a rank of an engine of the policy. `beside` bytes are already in use.
+
+    The result suffices for all responses running at once, unless the engine's limit is lower. It has room for at least
+    one context.
+    """
     rollout = job.config.served(role)
     if job.runs_elsewhere(role):
         return 0
@@ -145,7 +151,7 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
 
 
 def _cache(job: PlannedJob, role: str, num_tokens: int, num_samples: int) -> int:
-    """With the experts that the embedded engine records beside keys and values, and the states of samples."""
+    """Returns the bytes of a cache, with the experts recorded by the embedded engine and the states of samples."""
     architecture = job.architectures[role]
     records = role == "rollout" and job.shape.replays_rollout and job.config.rollout.engine == "embedded"
     recorded = architecture.routing_bytes if records else 0
@@ -158,8 +164,8 @@ def _kv_bytes(job: PlannedJob, role: str, num_tokens: int) -> int:
 
 
 def _recorded_by_server(job: PlannedJob, kv_cache: int) -> int:
-    """Bytes that each rank of a server keeps of the experts of all tokens in `kv_cache` bytes: int32, of layers without
-    experts too."""
+    """Returns the bytes of the recorded experts of all tokens in `kv_cache` bytes, on each rank of a server. They are
+    int32 and include layers without experts."""
     architecture = job.architectures["rollout"]
     assert architecture.moe is not None
     token_bytes = architecture.num_layers * architecture.moe.top_k * SGLANG_EXPERT_BYTES
@@ -167,7 +173,7 @@ def _recorded_by_server(job: PlannedJob, kv_cache: int) -> int:
 
 
 def _running(job: PlannedJob, role: str) -> int:
-    """Responses that run at once."""
+    """Returns the number of responses running at once."""
     running, evaluates = (
         job.config.served(role).max_running_requests,
         role == "evaluation" or not job.config.evaluates_apart,
@@ -181,21 +187,21 @@ def _judged_at_once(job: PlannedJob) -> int:
 
 
 def _positions(job: PlannedJob, role: str) -> int:
-    """Of the longest context."""
+    """Returns the positions of the longest context."""
     return -(-job.config.served(role).max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
 
 
 def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
-    """What a rank needs while it runs a task, beside the parts of its roles, by what it is for.
+    """Returns the further bytes of a rank during a task, in addition to its roles' parts, by purpose.
 
-    `stages` are the pipeline stages that the rank has in its roles with something on the device.
+    `stages` are the rank's pipeline stages in its roles with something on the device.
     """
     if task in SYNCED:
         return _sync_bytes(job, task, stages)
     if task in ("generate", "generate_evaluation"):
         return _generating_bytes(job, "rollout")
     if task == "run_evaluation":
-        part = min(ARRIVING_BYTES, job.served_bytes_of("evaluation"))  # of weights that come meanwhile
+        part = min(ARRIVING_BYTES, job.served_bytes_of("evaluation"))  # of weights that arrive during the task
         return {**_generating_bytes(job, "evaluation"), **_sync_bytes(job, task, stages), "arriving": part}
     if task in ("verdicts", "evaluation_verdicts"):
         logits = 0 if job.runs_elsewhere("judge") else _judged_at_once(job) * job.architectures["judge"].vocab_size
@@ -218,12 +224,12 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
 
 def _replaying(job: PlannedJob) -> tuple[str, ...]:
-    """Roles whose routers are given their choices, or have them noted."""
+    """Returns the roles whose routers replay or record choices."""
     return {"off": (), "rollout": ("actor", "inference"), "recompute": ("actor",)}[job.config.model.router_replay]
 
 
 def _replayed_bytes(job: PlannedJob, role: str, stage: int) -> int:
-    """Of a token, in the layers of a stage, of all micro-batches that are under way."""
+    """Returns the bytes of replayed choices per token, in the layers of a stage, for all micro-batches under way."""
     architecture, grid = job.architectures[role], job.grids[role]
     layers = layers_of_stage(architecture, grid, stage)
     of_layer = architecture.routing_bytes // max(1, sum(architecture.sparse_layers))
@@ -239,7 +245,8 @@ def _sync_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[s
 
 
 def _merged(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
-    """Weights with their adapters, rounded, or from the host, of some layers at a time or of one."""
+    """Returns the bytes of weights made for a sync: merged with adapters, rounded, or from the host, a few layers at a
+    time."""
     apart = task == "weight_sync" and job.config.keeps_adapters_apart("rollout")
     for_engines = SYNCED.get(task, "evaluation") in drawing_roles()
     makes = job.config.makes_served_weights if for_engines else job.config.makes_actor_weights
@@ -253,7 +260,7 @@ def _merged(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, 
 
 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:
-    """What weights pass through on their way to a server."""
+    """Returns the bytes of staging memory of weights on their way to a server."""
     served = job.config.served(role)
     if served.engine == "http":
         num_parts = 2 if served.http.weights == "group" else 1
@@ -264,7 +271,7 @@ def _staging(job: PlannedJob, role: str) -> dict[str, int]:
 
 
 def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
-    """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
+    """Returns the bytes of logits of the running responses, and of the prompts' hidden states during prefill."""
     if job.runs_elsewhere(role):
         return {}
     architecture, grid, served = job.architectures[role], job.grids[role], job.config.served(role)
@@ -289,8 +296,10 @@ def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
-    """Logits, their gradient, and the fp32 copies of a chunk of them. Where they are never held for all tokens, the
-    vocabulary's gradient in fp32."""
+    """Returns the bytes of logits, their gradient, and fp32 copies of a chunk of them.
+
+    If logits exist only in chunks, it includes the fp32 gradient of the vocabulary matrix.
+    """
     architecture, at_once = job.architectures[role], job.config.model.logits_chunk_tokens
     if architecture.head == "value":
         return tokens * FP32 * (1 + trains)
@@ -302,9 +311,11 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:
-    """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what optimizers
-    have there for good, what layers keep there for backward, what a checkpoint is written from, and its share of the
-    copy from which SGLang servers of the node are given their weights again."""
+    """Returns the bytes of host memory kept by a rank, by purpose. It is pinned unless the name says otherwise.
+
+    It holds copies of the `leaving` parts and the weights of guests. It also holds optimizer states and activations
+    kept on the host, the source of a checkpoint, and the rank's share of the copy of SGLang's weights on its node.
+    """
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
@@ -341,8 +352,11 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 
 
 def memory_checkpoint_bytes(job: PlannedJob, node: int) -> int:
-    """At least, of one checkpoint in the memory of a node: what its ranks save, and copies of what those of the node
-    before do. 0 where it has nothing to save."""
+    """Returns the least bytes of one checkpoint in the memory of a node: its ranks' own data, and a copy of the
+    previous node's.
+
+    Returns 0 if the node saves nothing.
+    """
     of_nodes: dict[int, int] = {}
     for kind, ranks in job.kinds.items():
         saved = sum(_saved_bytes(job, role, stage) for role, stage in kind.stages if role in trained_roles())
@@ -356,7 +370,8 @@ def memory_checkpoint_bytes(job: PlannedJob, node: int) -> int:
 
 
 def _saved_bytes(job: PlannedJob, role: str, stage: int) -> int:
-    """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
+    """Returns the bytes of moments and master weights that a rank saves. Only one rank saves each element, if the
+    optimizer is sharded. Otherwise replicas divide the work."""
     grid = job.grids[role]
     alone = trained_settings(job, role).distributed_optimizer or grid.is_sharded
     shares = 1 if alone else grid.dp * grid.cp
@@ -364,28 +379,29 @@ def _saved_bytes(job: PlannedJob, role: str, stage: int) -> int:
 
 
 def _equal_on_node(job: PlannedJob, role: str) -> int:
-    """Ranks of a node that have the same weights of a role, of which they keep one copy."""
+    """Returns the ranks of a node with equal weights of a role. They keep one copy."""
     grid = job.grids[role]
     return min(grid.dp * grid.cp, max(1, job.ranks_per_node // grid.tp))
 
 
-# Bytes and seconds of a weight sync that sends what changed, beside those of one that sends everything; and bytes of
-# the files that servers are given which somebody else runs.
+# Bytes of a weight sync of changes only, relative to a full one, and bytes of the files for servers at URLs.
 
 CHANGED_SHARE = 0.03
-"""Of elements of 16 bits that a step changes, as published of such training: 1 to 3%. Of wider ones all do."""
+"""Share of 16-bit elements changed by a step. Publications report 1 to 3%. Wider elements all change."""
 
 
 def keeping(job: PlannedJob) -> str | None:
-    """Where ranks keep what they sent or wrote last, "device" or "host"; None where all is sent and written."""
+    """Returns the place of the last sent or written weights: "device" or "host". None if syncs send everything."""
     delta = job.config.weight_sync.delta
     return delta.keep_on if delta and {"actor", "rollout"} <= job.grids.keys() else None
 
 
 def kept_bytes(job: PlannedJob, rank: int) -> int:
-    """What `rank` sends in a full sync, about, and therefore keeps: the actor what each node lacks, shared out evenly,
-    engines what they pass on within their node. What a rank has in both roles is not taken off. Of files for servers
-    the rollout's ranks keep what they write."""
+    """Returns about how many bytes `rank` sends in a full sync. With weight_sync.delta it keeps them.
+
+    Ranks of the actor send what each node lacks, in even shares. Engines pass weights on within their node. Nothing is
+    subtracted for ranks with both roles. For files the rollout's ranks keep the bytes that they write.
+    """
     if keeping(job) is None:
         return 0
     actor, rollout = job.grids["actor"].ranks, job.grids["rollout"].ranks
@@ -400,31 +416,33 @@ def kept_bytes(job: PlannedJob, rank: int) -> int:
 
 
 def sent_share(job: PlannedJob) -> float:
-    """Bytes of a sync over those of a full one, in the mean. Engines that have left their GPU get everything."""
+    """Returns the mean bytes of a sync relative to a full one. Engines that have left their GPU get everything."""
     if job.config.synced_delta is None or ranks_left_by_engines(job.config, job.placement):
         return 1.0
     return changed_share(job)
 
 
 def changed_share(job: PlannedJob) -> float:
-    """Bytes of what changed over those of all weights, in the mean over `full_every` syncs: a changed element has a
-    byte for its place, and a block of elements one for how many these are."""
+    """Returns the mean bytes of changes relative to all weights, over `full_every` syncs.
+
+    A changed element takes one further byte for its position. A block of elements takes one for their number.
+    """
     delta = job.config.weight_sync.delta
-    assert delta is not None, "what changed is told apart"
+    assert delta is not None, "weight_sync.delta is set"
     item = job.item_bytes
     changed = CHANGED_SHARE if item <= 2 else 1.0
     share = min(1.0, (changed * (item + 1) + 1 / DELTA_BLOCK) / item)
     return (1 + (delta.full_every - 1) * share) / delta.full_every
 
 
-# How much every kind of rank holds at most, during which task, and whether that fits.
+# The peak of every kind of rank, the task of the peak, and whether it fits.
 
 COMMUNICATORS, CONTEXT, SENT_LAST = "communicators", "context", "sent last"
 
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Bytes on the device during a task: parts by "role.part", and what the task needs beside them."""
+    """Bytes on the device during a task: parts by "role.part", and the further needs of the task."""
 
     task: str
     bytes_of: Mapping[str, int]
@@ -436,7 +454,7 @@ class TaskMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the ranks of one kind."""
+    """The memory of the ranks of one kind."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -446,7 +464,7 @@ class RankMemory:
 
     @property
     def peak(self) -> TaskMemory:
-        """The task with most; the first of several."""
+        """The task with the most bytes, the first of several."""
         return max(self.tasks, key=lambda task: task.total)
 
     def fits(self, gpu: Gpu) -> bool:
@@ -454,19 +472,19 @@ class RankMemory:
 
 
 def rank_memories(job: PlannedJob, gpu: Gpu) -> list[RankMemory]:
-    """One for each kind of rank with something on the device, in the order of their first ranks."""
+    """Returns the memory of each kind of rank with something on the device, in the order of their first ranks."""
     kinds = [(kind, ranks) for kind, ranks in job.kinds.items() if kind.stages]
     return [_memory(job, gpu, kind, ranks, _fixed_bytes(job, gpu, ranks[0])) for kind, ranks in kinds]
 
 
 def cache_bytes(memories: Sequence[RankMemory], role: str = "rollout") -> int:
-    """Keys and values on the rank of a role's engine that has least room for them; 0 without engines."""
+    """Returns the bytes of keys and values on the engine rank with the least room for them. 0 without engines."""
     cache = (role, "kv_cache")
     return min((memory.parts[cache] for memory in memories if cache in memory.parts), default=0)
 
 
 def largest(memories: Sequence[RankMemory]) -> RankMemory:
-    """The kind of rank with the highest peak."""
+    """Returns the kind of rank with the highest peak."""
     return max(memories, key=lambda memory: memory.peak.total)
 
 
@@ -497,7 +515,7 @@ def _on_device(parts: Mapping[Key, int], places: Mapping[Key, Place]) -> int:
 
 
 def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place]]]:
-    """(position, where each part is during it) along the steady order, for a rank of a kind."""
+    """Returns (position, place of each part) along the steady order, for a rank of a kind."""
     hosted = kind.device_roles
     guests = [role for role in job.guests if role in hosted]
     sharing = [role for role in job.sharing if role in hosted]
@@ -508,7 +526,7 @@ def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place
 
 
 def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]]:
-    """(task, where each part is) of the fullest step; tasks and places that come again are left out."""
+    """Returns (task, place of each part) of the fullest step. Repetitions are left out."""
     beside_steps = any(DECLARED[role].beside_steps for role in kind.roles)
     step = evaluated_step(job.order) if beside_steps else fullest_step(job.order)
     found: list[tuple[str, dict[Key, Place]]] = []
@@ -520,7 +538,8 @@ def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]
 
 
 def _fixed_bytes(job: PlannedJob, gpu: Gpu, rank: int) -> dict[str, int]:
-    """The driver's context, of which each SGLang server has one more, communicators, and what was sent last."""
+    """Returns the bytes of communicators, of the driver's contexts (one more per SGLang server), and of the last sent
+    weights."""
     efficiency = gpu.efficiency
     served = [job.config.served(role) for role in served_roles() if role in job.placement.hosts(rank)]
     num_servers = sum(settings.engine == "sglang" for settings in served)

@@ -1,4 +1,4 @@
-"""What optimizers hold on device and host, and what a sharded model holds or gathers."""
+"""Estimates the bytes of optimizers on device and host, and of the shards and gathered weights of a sharded model."""
 
 import re
 from collections import Counter
@@ -27,22 +27,22 @@ from rltrain.tasks.roles import trained_roles
 
 FP32 = 4
 MOMENTS = 2
-# What a model that is sharded over all ranks of its role holds, and has whole for a while (backend fsdp).
+# The shards of a model over all ranks of its role, and its temporarily whole layers (backend fsdp).
 
 LAYERS_AT_ONCE = 2
-"""That are whole: one is gathered while another computes."""
+"""Number of whole layers at once: one is gathered while another computes."""
 LAYER = re.compile(r".*?\.(\d+)\.")
 
 
 @lru_cache(maxsize=1024)
 def held_elements(architecture: Architecture, grid: Grid) -> int:
-    """Of the shards on the rank with most, the first: shards are rounded up."""
+    """Returns the elements of shards on the first rank. It has the most, since shards are rounded up."""
     return sum(prod(shape) for _, shape in fsdp_layout(architecture, grid).on(grid.ranks[0]).parameters)
 
 
 @lru_cache(maxsize=64)
 def whole_elements(architecture: Architecture) -> tuple[int, int]:
-    """(of the largest layer, of what is in no layer)"""
+    """Returns (elements of the largest layer, elements outside of layers)."""
     tensors, sizes = canonical_tensors(architecture), Counter[str]()
     for name, shape in zip(tensors.names, tensors.shapes, strict=True):
         found = LAYER.match(name)
@@ -53,16 +53,15 @@ def whole_elements(architecture: Architecture) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def whole_a_elements(adapted: Architecture) -> int:
-    """Of the halves A of adapters, which every rank has whole to merge its rows with; those of experts are sharded as
-    these are."""
+    """Returns the elements of the adapters' halves A. Every rank has them whole to merge its rows. Halves of experts
+    are sharded like their experts and do not count."""
     whole = whole_parameters(adapted)
     shapes = dict(zip(whole.names, whole.shapes, strict=True))
     return sum(prod(shape) for name, shape in shapes.items() if name.endswith(A) and len(shape) == 2)
 
 
 def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
-    """Of each part of a role's memory. Shards of a model in training are the fp32 weights that the optimizer works
-    on."""
+    """Returns the bytes of each part of a role's memory. A trained model has fp32 shards, updated by the optimizer."""
     elements = held_elements(job.architectures[role], job.grids[role])
     if role not in trained_roles():
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
@@ -83,7 +82,8 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
 
 
 def gathered_bytes(job: PlannedJob, role: str, *, trains: bool) -> int:
-    """Of weights that are whole at once, and of their gradients on the way to shards, in fp32."""
+    """Returns the bytes of the weights that are whole at once, and of their fp32 gradients before they are reduced to
+    shards."""
     layer, outside = whole_elements(job.architectures[role])
     if trains and not job.config.fsdp_of(role).reshard_after_forward:
         layers = job.architectures[role].num_layers
@@ -94,8 +94,11 @@ def gathered_bytes(job: PlannedJob, role: str, *, trains: bool) -> int:
 
 
 def gathering_s(job: PlannedJob, role: str, links: GridLinks, *, backward: bool) -> float:
-    """Of the collectives of one micro-batch: weights gathered for forward, and for backward unless they stay, gradients
-    reduced to shards and over the model's copies."""
+    """Returns the seconds of collectives per micro-batch.
+
+    Weights are gathered for forward, and again for backward unless they stay. Gradients are reduced to shards and over
+    the model's copies.
+    """
     elements = sum(prod(shape) for shape in canonical_tensors(job.architectures[role]).shapes)
     walks = 1 + (backward and job.config.fsdp_of(role).reshard_after_forward)
     seconds = walks * links.shard.gather(elements * job.item_bytes)
@@ -105,26 +108,26 @@ def gathering_s(job: PlannedJob, role: str, links: GridLinks, *, backward: bool)
     return seconds
 
 
-# What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take.
+# The optimizer of a role on a rank: its bytes on device and host, and the time of its steps.
 
 STAGED_ELEMENTS = 1 << 24
-"""Of gradients, and of weights, that a step on the host has on their way at a time."""
+"""Elements of gradients, and of weights, in transfer at a time during a step on the host."""
 STAGING_BYTES = 2 * (FP32 + FP32) * STAGED_ELEMENTS
 ROUND_ELEMENTS, ROUND_COPIES = 1 << 25, 6
-"""Of matrices that Muon has whole on a rank at a time, and what is made of them meanwhile: what is sent and received in
-both directions, stacks of equal shapes and their products."""
+"""Elements of the whole matrices on a rank at a time with Muon, and the number of copies of them. The copies are
+buffers of both directions, stacks of equal shapes and their products."""
 
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Of one rank: `hosted` is the share of both that lies on the host."""
+    """Bytes of the optimizer on one rank. `hosted` is the share of masters and states on the host."""
 
     masters: int
-    """0 where the weights are fp32."""
+    """Bytes of master weights. 0 if the weights are fp32."""
     states: int
     hosted: float
     staging: int = STAGING_BYTES
-    """On the host, where any of it is there."""
+    """Bytes of staging memory on the host, if anything is there."""
 
     def on_device(self, size: int) -> int:
         return int(size * (1 - self.hosted))
@@ -139,7 +142,7 @@ def trained_settings(job: PlannedJob, role: str) -> Trained:
 
 
 def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
-    """On a rank of one of the role's pipeline stages."""
+    """Returns the optimizer's bytes on a rank of one of the role's pipeline stages."""
     settings = trained_settings(job, role).optimizer
     elements = sharded_elements(job, role, stage)
     moments = MOMENTS * elements
@@ -147,7 +150,7 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
         moments -= int(elements * _hidden(job, role, stage).share)
     item = FP32 if settings.moments_dtype == "float32" else FP32 // 2
     if job.grids[role].is_sharded:
-        # What is on the host are weights and gradients too, and no staging memory.
+        # The host then has weights and gradients too, and no staging memory.
         beside = 2 * elements * FP32 if settings.cpu_offload else 0
         return OptimizerBytes(beside, moments * item, float(settings.cpu_offload), staging=0)
     masters = elements * FP32 if job.item_bytes < FP32 else 0
@@ -155,23 +158,23 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
 
 
 def learns_adapters(job: PlannedJob, role: str) -> bool:
-    """Whether adapters alone are learned, beside weights that stay as they are."""
+    """Returns whether only adapters learn, and the base weights are frozen."""
     return job.config.lora_of(role) is not None
 
 
 def learned_architecture(job: PlannedJob, role: str) -> Architecture:
-    """Of what is learned: the role's model, or its adapters."""
+    """Returns the architecture of the trained weights: the role's model, or its adapters."""
     architecture, lora = job.architectures[role], job.config.lora_of(role)
     return architecture.adapted(lora.rank, lora.targets) if lora else architecture
 
 
 def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:
-    """On a rank of one of the role's pipeline stages."""
+    """Returns the trained elements on a rank of one of the role's pipeline stages."""
     return trained_elements(learned_architecture(job, role), job.grids[role], stage)
 
 
 def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
-    """That a rank makes the steps of."""
+    """Returns the elements that the optimizer updates on a rank."""
     if job.grids[role].is_sharded:
         return held_elements(learned_architecture(job, role), job.grids[role])
     elements, grid = learned_elements(job, role, stage), job.grids[role]
@@ -184,12 +187,12 @@ def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
 
 
 def orthogonalizing_bytes(job: PlannedJob, role: str) -> int:
-    """What Muon needs on the device in a step, beside the parts of a role."""
+    """Returns the bytes needed by Muon on the device during a step, in addition to the parts of the role."""
     return ROUND_ELEMENTS * ROUND_COPIES * FP32 if trained_settings(job, role).optimizer.name == "muon" else 0
 
 
 def orthogonalizing_s(job: PlannedJob, role: str, stage: int, gpu: Gpu) -> float:
-    """Seconds of the products in one step: every matrix is made orthogonal once, by one rank of its stage."""
+    """Returns the seconds of the products in one step. One rank of the stage orthogonalises each matrix."""
     settings, grid = trained_settings(job, role).optimizer, job.grids[role]
     if settings.name != "muon":
         return 0.0
@@ -200,8 +203,11 @@ def orthogonalizing_s(job: PlannedJob, role: str, stage: int, gpu: Gpu) -> float
 
 @dataclass(frozen=True)
 class Hidden:
-    """Of the parameters on a rank: `share` lies in matrices of layers; one pass of Newton and Schulz takes as many
-    flops of these, of each as much as the rank has of it."""
+    """The hidden matrices among the parameters on a rank.
+
+    `share` is their share of all elements. The FLOPs are for one Newton-Schulz pass. Each matrix counts by the part on
+    this rank.
+    """
 
     share: float
     dense_flops: float
@@ -228,6 +234,7 @@ def _hidden_of(architecture: Architecture, grid: Grid, stage: int) -> Hidden:
 
 
 def _pass_flops(rows: int, columns: int) -> int:
-    """Three products: of the matrix and itself, of that and itself, of that and the matrix."""
+    """Returns the FLOPs of three products: of the matrix and itself, of the result and itself, and of that and the
+    matrix."""
     short, long = sorted((rows, columns))
     return 4 * short * short * long + 2 * short**3

@@ -1,4 +1,4 @@
-"""Options of a dry run, and shapes of models that are not on this machine."""
+"""Options of a dry run, and config.json files of models that are not on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import check_against_architecture
 from rltrain.planning.validation_schedule import check_schedule
 
-# What the command line asks of a dry run.
+# Command-line options of a dry run.
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class DryRunOptions:
     response_tokens: float | None = None
 
 
-# Whether a job that nobody has asked for could be asked for.
+# Checks of configs proposed by a search.
 
 
 def is_legal(job: PlannedJob) -> bool:
-    """Whether nothing would refuse it."""
+    """Returns whether every check accepts the job."""
     try:
         check_config(job.config)
         check_schedule(job.config, job.placement, job.grids)
@@ -43,17 +43,17 @@ def is_legal(job: PlannedJob) -> bool:
     return True
 
 
-# The shapes of models that are not on this machine yet, for a dry run: rltrain ships those that its configs name.
+# Shapes of models missing on this machine, for a dry run. rltrain ships the models of its configs.
 
 SHIPPED = Path(__file__).parent / "shipped_models"
-"""Folders named after models, each with a config.json alone."""
+"""Folders named after models, each with only a config.json."""
 
 
 def with_shipped_shapes(config: Config) -> tuple[Config, list[str]]:
     """Returns the config with shipped folders in place of folders that do not exist, and a line for each of them."""
     found = {path: folder for path in checkpoint_paths(config).values() if (folder := shipped_folder(path))}
     lines = [
-        f"{key}: {path} does not exist yet; the shape is that of the config.json of {found[path].name} that rltrain has"
+        f"{key}: {path} does not exist yet; its shape is the one in rltrain's config.json of {found[path].name}"
         for key, path in checkpoint_paths(config).items()
         if path in found
     ]
@@ -61,9 +61,9 @@ def with_shipped_shapes(config: Config) -> tuple[Config, list[str]]:
 
 
 def shipped_folder(path: str) -> Path | None:
-    """Returns the shipped folder that has the last possible part of `path` for its name; None where `path` exists.
+    """Returns the shipped folder named like the last matching part of `path`. None if `path` exists or nothing matches.
 
-    Such is models/Qwen3-0.6B, Qwen/Qwen3-0.6B@main, or what a run of the quickstart writes: runs/quickstart/sft/hf.
+    Examples: models/Qwen3-0.6B, Qwen/Qwen3-0.6B@main, or an output of the quickstart such as runs/quickstart/sft/hf.
     """
     if Path(path).exists():
         return None

@@ -1,4 +1,4 @@
-"""A job to be estimated: what follows from its config, the shares of its ranks, and lengths of its texts."""
+"""A job to be estimated: facts derived from its config, the contents of its ranks, and its text lengths."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -22,15 +22,17 @@ from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, served_roles, trained_roles
 
-# How long the texts of a run are taken to be, on which its seconds depend.
+# Assumed text lengths of a run. Its seconds depend on them.
 
 MEAN_OF_LONGEST = 0.5
-"""What a mean length is taken to be of the longest one allowed, where nobody says more."""
+"""Assumed mean length as a share of the longest allowed length, if no option gives the mean."""
 
 
 def longest_response(config: Config) -> int:
-    """Returns how many tokens the longest response has that is trained on. Where the config has no limit these are what
-    a prompt, or a pair of them, leaves of a micro-batch."""
+    """Returns the tokens of the longest response in training.
+
+    If the config has no limit, this is the room that the longest prompt (or pair of prompts) leaves in a micro-batch.
+    """
     shape = RunShape.of(config)
     at_once = config.actor.micro_batch_tokens // (2 if shape.from_pairs else 1)
     return shape.longest_response or max(at_once - config.data.max_prompt_tokens, 1)
@@ -38,7 +40,7 @@ def longest_response(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens: means over the samples of a step, and the longest response among them."""
+    """Text lengths in tokens: means over the samples of a step, and its longest response."""
 
     prompt: float
     response: float
@@ -50,7 +52,8 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Workload":
-        """What is given, and half of what the config allows where nothing is. ConfigError where that is exceeded."""
+        """Returns the given means, or half of the config's limits instead. Raises ConfigError if a mean exceeds its
+        limit."""
         longest = longest_response(config)
         return cls(
             prompt=_mean("--prompt-tokens", prompt, config.data.max_prompt_tokens),
@@ -65,16 +68,16 @@ def _mean(option: str, given: float | None, limit: int) -> float:
     return limit * MEAN_OF_LONGEST if given is None else given
 
 
-# What of a model lies on a rank: layers of its pipeline stage, and elements of its parameters.
+# The contents of a rank: the layers of its pipeline stage, and the elements of its parameters.
 
 PARAMETER_ALIGNMENT = 64
-"""Elements: where Megatron's distributed optimizer lets a parameter begin in its buffers."""
+"""Alignment, in elements, of a parameter in the buffers of Megatron's distributed optimizer."""
 BUFFER_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Sizes of a rank's parameters, those of experts apart, which other ranks share."""
+    """Numbers of elements of a rank's parameters. Experts are separate because other ranks share them."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...] = ()
@@ -85,23 +88,23 @@ class Elements:
 
 
 def layers_of_chunks(architecture: Architecture, grid: Grid, stage: int) -> tuple[tuple[bool, ...], ...]:
-    """[chunks of the stage][layers of the chunk]: which have experts."""
+    """Returns, for each chunk of the stage and each of its layers, whether the layer has experts."""
     sparse = architecture.sparse_layers
     return tuple(tuple(sparse[layer] for layer in chunk.layers) for chunk in chunks_of(architecture, grid)[stage])
 
 
 def layers_of_stage(architecture: Architecture, grid: Grid, stage: int) -> tuple[bool, ...]:
-    """[layers of the stage]: which have experts."""
+    """Returns, for each layer of the stage, whether it has experts."""
     return tuple(sparse for chunk in layers_of_chunks(architecture, grid, stage) for sparse in chunk)
 
 
 def trained_elements(architecture: Architecture, grid: Grid, stage: int) -> Elements:
-    """Parameters on a rank of a pipeline stage, by the layout that training has."""
+    """Returns the sizes of the parameters on a rank of a pipeline stage in training."""
     return _trained(architecture, one_replica(grid), stage)
 
 
 def one_replica(grid: Grid) -> Grid:
-    """The smallest grid whose ranks hold what this one's do, with every expert once."""
+    """Returns the smallest grid whose ranks have the same contents, with every expert once."""
     stage_ranks = lcm(grid.tp, grid.ep * (grid.etp or grid.tp))
     return replace(grid, ranks=tuple(range(grid.pp * stage_ranks)), cp=1)
 
@@ -118,25 +121,24 @@ def _trained(architecture: Architecture, grid: Grid, stage: int) -> Elements:
 
 @lru_cache(maxsize=1024)
 def served_elements(architecture: Architecture, tp: int, ep: int = 1) -> int:
-    """Of the parameters on a rank of an engine."""
+    """Returns the number of parameter elements on a rank of an engine."""
     parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep)).on(0).parameters
     return sum(prod(shape) for _, shape in parameters)
 
 
 @lru_cache(maxsize=1024)
 def served_bytes(architecture: Architecture, tp: int, dtype: str, fp8: bool, ep: int = 1) -> int:
-    """Of the same parameters in engines of `dtype`."""
+    """Returns the bytes of these parameters in engines of `dtype`."""
     return engine_of(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep), dtype=dtype, fp8=fp8).held_bytes(0)
 
 
 def expert_data_parallel(grid: Grid) -> int:
-    """Ranks that hold the same experts."""
+    """Returns the number of ranks with the same experts."""
     return len(grid.ranks) // (grid.pp * grid.ep * (grid.etp or grid.tp))
 
 
 def in_buffers(sizes: tuple[int, ...], replicas: int) -> int:
-    """Elements of the flat buffer that Megatron's distributed optimizer keeps parameters in, to be cut among
-    `replicas`."""
+    """Returns the elements of the flat parameter buffer of Megatron's distributed optimizer, padded for `replicas`."""
     if not sizes:
         return 0
     end = 0
@@ -146,12 +148,12 @@ def in_buffers(sizes: tuple[int, ...], replicas: int) -> int:
     return -(-end // multiple) * multiple
 
 
-# A job that is to be estimated, with what follows for it from its config; ranks that are alike are taken together.
+# A job to be estimated. Equal ranks are estimated together.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks that hold the same and do the same: those of one pipeline stage in each of the roles that they host."""
+    """A kind of ranks with equal contents and work: the same roles, and the same pipeline stage in each."""
 
     roles: tuple[str, ...]
     stages: tuple[tuple[str, int], ...]
@@ -164,8 +166,10 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class PlannedJob:
-    """`architectures` are by role, that of model.path under actor. Nothing is asked of what may be trained today: a
-    config of which `rltrain.planning.validation` refuses the model can be estimated all the same."""
+    """A job to be estimated. `architectures` are by role. The actor's is the one of model.path.
+
+    A config can be estimated even if `rltrain.planning.validation` refuses its model.
+    """
 
     config: Config
     placement: Placement
@@ -183,19 +187,19 @@ class PlannedJob:
 
     @cached_property
     def guests(self) -> frozenset[str]:
-        """Roles whose weights take the place of the actor's."""
+        """Roles whose weights temporarily replace the actor's on the device."""
         guest = reference_uses_actor_modules(self.config, self.grids, self.architectures)
         return frozenset(["reference"] if guest else [])
 
     @cached_property
     def sharing(self) -> frozenset[str]:
-        """Roles whose model is the actor without its adapters."""
+        """Roles that use the actor's model without its adapters."""
         shares = reference_is_actors_base(self.config, self.grids, self.architectures)
         return frozenset(["reference"] if shares else [])
 
     @cached_property
     def kinds(self) -> dict[Kind, tuple[int, ...]]:
-        """With their ranks, ascending; idle ranks are of no kind."""
+        """The kinds of ranks, each with its ranks in ascending order. Idle ranks have no kind."""
         roles: dict[int, list[str]] = defaultdict(list)
         stages: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for role in self.placement.roles:
@@ -212,18 +216,18 @@ class PlannedJob:
 
     @cached_property
     def num_communicators(self) -> Counter[int]:
-        """[rank] of several ranks each, that it takes part in."""
+        """Number of communicators of two or more ranks, by rank."""
         lists = group_lists(self.grids)
         return Counter(rank for ranks in lists if len(ranks) > 1 for rank in ranks)
 
     @property
     def item_bytes(self) -> int:
-        """Of an element of the weights."""
+        """Bytes per element of the weights."""
         return item_bytes(self.config.model.dtype)
 
     @property
     def residual_bytes(self) -> int:
-        """Of an element of the residual stream."""
+        """Bytes per element of the residual stream."""
         return item_bytes(self.config.model.residual)
 
     @property
@@ -231,7 +235,7 @@ class PlannedJob:
         return item_bytes(self.config.model.head)
 
     def has_local_layers(self, role: str) -> bool:
-        """Whether Megatron's own layers train or evaluate a role's model, where Transformer Engine is installed too."""
+        """Returns whether Megatron's own layers run a role's model although Transformer Engine is installed."""
         model = self.config.model
         adapted = model.lora is not None and role == "actor"
         local = model.transformer_impl == "local" or model.dtype == "float32"
@@ -239,15 +243,16 @@ class PlannedJob:
 
     @property
     def attends_packed(self) -> bool:
-        """Whether one kernel takes the sequences of a micro-batch as they lie: none does in float32."""
+        """Whether one attention kernel takes the packed sequences of a micro-batch. There is no such kernel for
+        float32."""
         return self.config.model.dtype != "float32"
 
     def runs_elsewhere(self, role: str) -> bool:
-        """Whether somebody else runs the engines of a role that has such: nothing of them is on its ranks."""
+        """Returns whether the role's engines are servers at URLs, so that nothing of them is on its ranks."""
         return role in served_roles() and self.config.served(role).engine == "http"
 
     def adapter_bytes_of(self, role: str) -> int:
-        """Of low-rank adapters that a rank of an engine of the role's has beside the weights."""
+        """Returns the bytes of separate low-rank adapters on a rank of the role's engine."""
         lora, grid = self.config.model.lora, self.grids[role]
         if lora is None or not self.config.keeps_adapters_apart(role):
             return 0
@@ -255,13 +260,13 @@ class PlannedJob:
         return served_bytes(adapted, grid.tp, self.config.model.dtype, False, grid.ep)
 
     def served_bytes_of(self, role: str) -> int:
-        """Of the weights on a rank of an engine of the role's."""
+        """Returns the bytes of the weights on a rank of the role's engine."""
         is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]
         return served_bytes(self.architectures[role], grid.tp, self.config.model.dtype, is_fp8, grid.ep)
 
     @property
     def longest_tokens(self) -> int:
-        """Of a prompt and its response."""
+        """Tokens of the longest prompt with the longest response."""
         return self.config.data.max_prompt_tokens + longest_response(self.config)
 
     @property
@@ -269,28 +274,31 @@ class PlannedJob:
         return self.config.batch.prompts_per_step * self.shape.samples_per_group
 
     def samples_per_replica(self, role: str) -> int:
-        """Of one step, on the replica with most: of roles that learn what they learn from, of others all there is."""
+        """Returns the samples per step on the replica with the most. Trained roles skip greedy samples, other roles do
+        not."""
         prompts = -(-self.config.batch.prompts_per_step // self.grids[role].dp)
         others = 0 if role in trained_roles() else self.shape.greedy_per_group
         return prompts * (self.shape.samples_per_group + others)
 
     def micro_batch_tokens(self, role: str) -> int:
-        """At most in one micro-batch of a role, on all ranks of context parallelism together: a longer sequence, or
-        pair of them, stands alone, and a replica may not have as many."""
+        """Returns the most tokens in one micro-batch of a role, summed over its context-parallel ranks.
+
+        A longer sequence or pair forms a micro-batch by itself. A replica with few samples has fewer tokens.
+        """
         all_tokens = self.samples_per_replica(role) * self.longest_tokens
         together = self.longest_tokens * (2 if self.shape.from_pairs else 1)
         return min(max(self.micro_batch_limit(role), together), all_tokens)
 
     def micro_batch_limit(self, role: str) -> int:
-        """What micro_batch_tokens of a role comes to on all ranks of context parallelism."""
+        """Returns the role's `micro_batch_tokens`, summed over its context-parallel ranks."""
         return int(getattr(self.config, role).micro_batch_tokens) * self.grids[role].cp
 
     def micro_batch_rows(self, role: str) -> int:
-        """Of its tokens those that one rank computes."""
+        """Returns the most tokens of a micro-batch on one rank."""
         return -(-self.micro_batch_tokens(role) // self.grids[role].cp)
 
     def num_micro_batches(self, role: str) -> int:
-        """Of one optimizer step, where all sequences are as long as they may be."""
+        """Returns the number of micro-batches per optimizer step if all sequences have the longest length."""
         tokens = self.samples_per_replica(role) * self.longest_tokens // self.config.batch.mini_batches
         return max(1, -(-tokens // self.micro_batch_tokens(role)))
 
@@ -298,5 +306,5 @@ class PlannedJob:
 def plan_job(
     config: Config, placement: Placement, architectures: Mapping[str, Architecture], ranks_per_node: int
 ) -> PlannedJob:
-    """PlacementError where a role's sizes do not divide its ranks."""
+    """Returns the job of a config. Raises PlacementError if a role's parallel sizes do not divide its ranks."""
     return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)

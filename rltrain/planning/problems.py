@@ -1,25 +1,29 @@
-"""How a refusal is worded, and the rules for adapters and for servers at URLs."""
+"""The form of refusals, text lengths, and the rules for adapters, servers at URLs and rewards."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from urllib.parse import urlsplit
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.config.models import Lora
 from rltrain.config.rollout import Served
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, Reward
 from rltrain.errors import ConfigError, listed
 from rltrain.models import Architecture
 from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
-from rltrain.tasks.roles import served_roles, trained_roles
+from rltrain.tasks.metrics import OF_ALL_REWARDS
+from rltrain.tasks.roles import rewarding_roles, served_roles, trained_roles
 
-# Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message.
+# Refusals. Each names the keys, the given values and the accepted ones. One error has all refusals of a check.
 
 
 def refuse(
     problems: Iterable[str], error: type[ConfigError] = ConfigError, several: str = "mistakes in the config"
 ) -> None:
-    """Raise `error` with all of `problems`, under a heading where there are `several`; nothing where there is none."""
+    """Raises `error` with all of `problems`, if there are any. `several` is the heading of two or more."""
     messages = list(dict.fromkeys(problems))
     if len(messages) == 1:
         raise error(messages[0])
@@ -28,7 +32,7 @@ def refuse(
 
 
 def longest_text(config: Config) -> tuple[int, str]:
-    """(tokens, the sum in words) of the longest prompt and response together that are trained on."""
+    """Returns (tokens, the sum in words) of the longest prompt and response together in training."""
     prompt = config.data.max_prompt_tokens
     if algorithm_of(config).reads_responses:
         limit = config.data.max_response_tokens
@@ -41,18 +45,18 @@ def longest_text(config: Config) -> tuple[int, str]:
 
 
 def evaluated_text(config: Config, plan: EvaluationPlan) -> tuple[int, str]:
-    """As `longest_text`, of an evaluation."""
+    """Returns (tokens, the sum in words) of the longest prompt and response together in an evaluation."""
     prompt, response = config.data.max_prompt_tokens, plan.sampling.max_response_tokens
     section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
     words = f"data.max_prompt_tokens {prompt} + {section}sampling.max_response_tokens {response} = {prompt + response}"
     return prompt + response, words
 
 
-# Low-rank adapters: what they may be asked for with, and on which matrices of a model.
+# Low-rank adapters: their settings, and the matrices that get them.
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """In any world."""
+    """Yields the problems of adapters found from the config alone."""
     yield from _apart_problems(config)
     if config.critic.lora is not None and config.critic.lora.path is not None:
         yield (
@@ -63,37 +67,37 @@ def lora_problems(config: Config) -> Iterator[str]:
         return
     if config.model.moe.bias_update_rate:
         yield (
-            f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
-            "are part of the base, which stays as it is"
+            f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0, because "
+            "routers are part of the frozen base"
         )
 
 
 def _apart_problems(config: Config) -> Iterator[str]:
-    """With adapters that engines keep beside their base."""
+    """Yields the problems of adapters that engines keep separate from the base weights."""
     if config.weight_sync.adapters != "apart":
         return
     if config.model.lora is None:
-        yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
+        yield "weight_sync.adapters: got apart without model.lora; expected merged, because there are no adapters"
         return
     if config.rollout.engine == "http":
         yield (
-            "weight_sync.adapters: got apart with rollout.engine http, whose servers get weights merged; expected "
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers get merged weights; expected "
             "merged, or rollout.engine: embedded or sglang"
         )
     if config.weight_sync.delta is not None:
         yield (
-            "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "
-            "alone, and all of these change; expected null, or weight_sync.adapters: merged"
+            "weight_sync.delta: got a section with weight_sync.adapters apart, but syncs then send only adapters, and "
+            "all of these change; expected null, or weight_sync.adapters: merged"
         )
 
 
 def lora_key(role: str) -> str:
-    """Where the config says which adapters a role's model learns."""
+    """Returns the config key of the adapters of a role's model."""
     return "model.lora" if role == "actor" else f"{role}.lora"
 
 
 def adapted_model_problems(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    """With the models that learn adapters, by role."""
+    """Yields the problems of models with adapters. `architectures` are by role."""
     for role in trained_roles():
         if (lora := config.lora_of(role)) and role in architectures:
             yield from _problems_of_model(lora_key(role), lora, architectures[role])
@@ -104,8 +108,7 @@ def adapted_model_problems(config: Config, architectures: Mapping[str, Architect
 def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
     if model.unlisted:
         yield (
-            f"{key}: got adapters for {model.family}, a family without a table, of whose matrices rltrain does not "
-            "know which are to have one; expected null"
+            f"{key}: got adapters for {model.family}, but rltrain has no table of this family's matrices; expected null"
         )
         return
     known = targets_in(adaptable_table(model))
@@ -119,28 +122,28 @@ def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> 
     sparse = adapters_of(adaptable_table(model), lora.targets).sparse
     if sparse is not None and sparse.experts:
         yield (
-            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "
-            "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "
-            "of attention alone"
+            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which is untested "
+            "with SGLang's kernels; expected merged, or rollout.engine: embedded, or model.lora.targets of attention "
+            "only"
         )
 
 
-# Engines that somebody else runs: what the config says of them, and what cannot be asked of them.
+# Servers at URLs, started by others: their settings and their limits.
 
 
 def http_problems(config: Config) -> Iterator[str]:
-    """Of every role that is served by such."""
+    """Yields the problems of every role with engine http."""
     for role in (role for role in served_roles() if role in config.placed_roles):
         served, engine_key = config.served(role), config.engine_key(role, "engine")
         if served.engine != "http":
             if role != "evaluation" and served.urls:
-                yield f"{role}.urls: got some with {engine_key} {served.engine}; expected engine http, or none"
+                yield f"{role}.urls: got URLs with {engine_key} {served.engine}; expected engine http, or no URLs"
             continue
         if role == "evaluation":
             yield (
-                f"{engine_key}: got http for role evaluation, whose weights are of other steps than those that the "
-                "same servers roll out by; expected evaluation.engine: embedded or sglang, or the role not placed: the "
-                "rollout's servers then evaluate"
+                f"{engine_key}: got http for role evaluation, but servers cannot hold the weights of two steps at "
+                "once; expected evaluation.engine: embedded or sglang, or no role evaluation: the rollout's servers "
+                "then evaluate"
             )
             continue
         yield from _settings_problems(config, role)
@@ -150,17 +153,17 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
     served, (parallel, parallel_key) = config.served(role), config.parallel_of(role)
     num_ranks = parallel.tp * parallel.pp * parallel.cp * parallel.ep
     if not served.urls:
-        yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one a line"
+        yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one per line"
     yield from _group_problems(served, role)
     if num_ranks > 1:
         yield (
             f"{parallel_key}: got tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep} with "
-            f"{role}.engine http, whose ranks each ask servers that are cut as they were started; expected 1 of each"
+            f"{role}.engine http, whose servers decide their own parallelism; expected 1 for each"
         )
     if served.dtype != "auto":
         yield (
-            f"{role}.dtype: got {served.dtype} with {role}.engine http, whose servers quantise what they are given as "
-            "they were started; expected auto"
+            f"{role}.dtype: got {served.dtype} with {role}.engine http, whose servers decide their own dtype; expected "
+            "auto"
         )
     if served.kv_cache_gb != "auto":
         yield (
@@ -168,37 +171,134 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
         )
     if role == "rollout" and config.model.router_replay == "rollout":
         yield (
-            "model.router_replay: got rollout with rollout.engine http, whose servers are not asked which experts "
-            "tokens visit; expected recompute or off"
+            "model.router_replay: got rollout with rollout.engine http, whose servers do not report their choices of "
+            "experts; expected recompute or off"
         )
 
 
 def _group_problems(served: Served, role: str) -> Iterator[str]:
-    """Of weights that servers take over a process group."""
+    """Yields the problems of servers that receive weights over a process group."""
     if served.http.weights != "group":
         return
     if role != "rollout":
         yield (
-            f"{role}.http.weights: got group, by which syncs bring weights, and role {role} has those of its "
+            f"{role}.http.weights: got group, which is for weight syncs, but role {role} keeps the weights of its "
             "checkpoint; expected folder"
         )
     if served.protocol not in ("auto", "sglang"):
         yield (
-            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected sglang or auto, since "
-            "SGLang's servers alone take weights so, or weights: folder"
+            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected protocol sglang or auto, "
+            "or weights: folder, since only SGLang's servers take weights over a process group"
         )
     if served.http.weights_dir is not None:
         yield (
-            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, by which nothing "
-            "is written; expected none, or weights: folder"
+            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, which writes no "
+            "files; expected none, or weights: folder"
         )
 
 
 def url_problems(config: Config, role: str, num_ranks: int) -> Iterator[str]:
-    """Of a role placed on so many ranks."""
+    """Yields the problems of a role with servers at URLs on `num_ranks` ranks."""
     urls = config.served(role).urls
     if config.served(role).engine == "http" and isinstance(urls, tuple) and 0 < len(urls) < num_ranks:
         yield (
-            f"placement.{role}: got {num_ranks} ranks for {len(urls)} {role}.urls; expected at most one rank for each, "
-            "since a rank asks many servers"
+            f"placement.{role}: got {num_ranks} ranks for {len(urls)} {role}.urls; expected at most one rank per URL, "
+            "since each rank asks one or more servers"
         )
+
+
+# Reward functions. Whether they can be called is checked where they are imported.
+
+NEEDS_LABEL = ("exact_match", "math", "code")
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    yield from _section_problems("reward", config.reward, config, _models(config))
+    for number, one in enumerate(config.evaluation.sets):
+        if one.reward is not None:
+            yield from _section_problems(f"evaluation.sets.{number}.reward", one.reward, config, [])
+    yield from _model_problems(config)
+    yield from _label_problems(config)
+
+
+def _section_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    """Yields the problems of one reward section. `models` are the roles that are part of this reward."""
+    if reward.functions:
+        for key in ("function", "options"):
+            if key in reward.model_fields_set:
+                yield (
+                    f"{section}.{key}: got {getattr(reward, key)!r} together with {section}.functions; expected one of "
+                    f"the two, since each entry of {section}.functions has its own function and options"
+                )
+    if reward.functions is not None or models:
+        yield from _name_problems(section, reward, config, models)
+        yield from _weight_problems(section, reward, config, models)
+    for name in reward.names:
+        if name.startswith(("http://", "https://")) and not urlsplit(name).hostname:
+            yield f"{section}.function: got {name!r}; expected a URL with a host, such as http://judge:8000/score"
+
+
+def _models(config: Config) -> list[str]:
+    """Returns the placed roles whose models score responses."""
+    return [role for role in rewarding_roles() if role in config.placed_roles]
+
+
+def _name_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    titles = {f"{section}.functions.{number}.name": part.title for number, part in enumerate(reward.functions or ())}
+    if reward.functions is None:
+        titles[f"{section}.function"] = reward.parts[0].title
+    titles |= {f"{role}.name": getattr(config, role).name for role in models}
+    for key, title in titles.items():
+        taken = title in OF_ALL_REWARDS or title.endswith(("_errors", "_timeouts"))
+        if taken or not re.fullmatch(r"[A-Za-z0-9_]+", title):
+            yield (
+                f"{key}: got {title!r}; expected letters, digits and underscores, not {listed(OF_ALL_REWARDS)}, and no "
+                "ending _errors or _timeouts, because the metric is rollout/reward_<name>"
+            )
+    for title, count in Counter(titles.values()).items():
+        if count > 1:
+            keys = [key for key, of_key in titles.items() if of_key == title]
+            of_functions = all(key.startswith(f"{section}.functions") for key in keys)
+            yield (
+                f"{section + '.functions' if of_functions else section}: {count} are called {title!r}; expected "
+                f"different names for their metrics ({', '.join(keys)})"
+            )
+
+
+def _weight_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    weights = [part.weight for part in reward.parts] + [getattr(config, role).weight for role in models]
+    if not weights:
+        placing = " or ".join(rewarding_roles())
+        yield (
+            f"{section}.functions: got none, and no model scores responses; expected a function, or a role {placing} "
+            "in placement"
+        )
+    elif not any(weights):
+        yield (
+            f"{section if models else section + '.functions'}: every weight is 0, so every reward would be 0; expected "
+            "at least one other weight"
+        )
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    placed = _models(config)
+    for role in rewarding_roles():
+        path = getattr(config, role).path
+        if role in placed and path is None:
+            yield f"{role}.path: got null, but placement has role {role}; expected the folder of its checkpoint"
+        if role in placed and role == "judge" and config.judge.prompt is None:
+            yield "judge.prompt: got null; expected the question to the judge, a text with {response}"
+        if role not in placed and path is not None:
+            yield f"{role}.path: got {path!r}, but no role {role} is placed; expected {role}: ranks in placement"
+
+
+def _label_problems(config: Config) -> Iterator[str]:
+    """Yields files without labels whose reward function needs them."""
+    scores_training = algorithm_of(config).generates
+    files = [("data.train", config.data.train, config.reward)] if scores_training else []
+    answered = [] if config.scores_held_out else config.evaluations
+    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in answered]
+    for key, file, reward in files:
+        needing = [name for name in reward.names if name in NEEDS_LABEL]
+        if needing and any(source.label_key is None for source in file.parts()):
+            yield f"{key}.label_key: got null, but reward {needing[0]} needs labels; expected the name of their column"

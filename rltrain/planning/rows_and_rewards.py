@@ -1,4 +1,4 @@
-"""What a dry run finds out about rows, reward functions and programs without running them."""
+"""Checks rows, reward functions and programs for a dry run, without running them."""
 
 import ast
 import shlex
@@ -28,15 +28,18 @@ from rltrain.rewards.functions import BUILT_IN, labels_of
 from rltrain.rewards.judge import is_url
 from rltrain.rewards.locating import found_command, unknown_function
 
-# How many rows the job would use of each source, and how many it would leave out, for which reason.
+# The numbers of used and skipped rows of each source, with reasons.
 
 MOST_BYTES = 2 * 2**30
-"""Of a source's files, that are read: a dry run is to take seconds."""
+"""Most bytes of a source's files that are read. A dry run must take only seconds."""
 
 
 def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[str]:
-    """Returns a line for each source. `model` is as in load_prompts. Raises the DataError that the job would be refused
-    with: for a bad row without data.on_bad_row: skip, where no row is left, and for a row that names no teacher."""
+    """Returns a line for each source. `model` is the one of load_prompts.
+
+    Raises the DataError that the job would raise: for a bad row without data.on_bad_row: skip, for a source without
+    usable rows, and for a row with an unknown teacher.
+    """
     named = [
         (key, source, needs, difficulty_key(config.data, file))
         for file_key, file, needs in files_read(config)
@@ -78,7 +81,7 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
 def _refuse_unknown_teachers(
     config: Config, trained_on: Sequence[tuple[Sequence[PromptRow], SourceRows]], encoder: PromptEncoder | str | None
 ) -> None:
-    """Raises DataError as role teacher does. Rows that were not read are not looked at."""
+    """Raises DataError like role teacher. Sources that were not read are skipped."""
     train, names = config.data.train, [*config.teacher.checkpoints]
     if "teacher" not in config.placed_roles or len(names) < 2:
         return
@@ -89,7 +92,7 @@ def _refuse_unknown_teachers(
 
 
 def files_read(config: Config) -> Iterator[tuple[str, PromptFile, Needs]]:
-    """Files of rows, with where they stand in the config and what is needed of their rows."""
+    """Yields the files of rows, each with its config key and the required content of its rows."""
     algorithm = algorithm_of(config)
     if algorithm.from_pairs:
         yield "data.train", config.data.train, "pair"
@@ -104,7 +107,7 @@ def files_read(config: Config) -> Iterator[tuple[str, PromptFile, Needs]]:
 
 
 def _files(source: PromptSource, key: str) -> list[Path] | str:
-    """Those of a source; or why its rows are not read."""
+    """Returns the files of a source, or the reason why its rows are not read."""
     paths = (source.path,) if isinstance(source.path, str) else source.path
     try:
         locations = [Location.of(path, key) for path in paths]
@@ -113,12 +116,12 @@ def _files(source: PromptSource, key: str) -> list[Path] | str:
         return str(error).removeprefix(f"{key}: ")
     num_bytes = sum(file.stat().st_size for file in found)
     if num_bytes > MOST_BYTES:
-        return f"{size(num_bytes)} in {len(found)} files; a dry run reads {size(MOST_BYTES)} at most"
+        return f"{size(num_bytes)} in {len(found)} files; a dry run reads at most {size(MOST_BYTES)}"
     return found
 
 
 def _encoder(config: Config) -> PromptEncoder | str:
-    """By which prompts are measured; or why they cannot be."""
+    """Returns the encoder that measures prompts, or the reason why there is none."""
     try:
         return load_encoder(config)
     except CheckpointError as error:
@@ -128,7 +131,7 @@ def _encoder(config: Config) -> PromptEncoder | str:
 def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
     rows, dropped = f"{title}: {found.num_rows:,} rows", found.dropped
     if found.num_rows == source.max_rows:
-        rows += ", no more by max_rows"
+        rows += ", limited by max_rows"
     if not dropped:
         return [f"{rows}; none left out"]
     if dropped.num_cut and dropped.num_left_out == 0:
@@ -136,11 +139,11 @@ def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
     return [f"{rows}; left out: {dropped.counts}", *(f"  {problem}" for problem in dropped.problems)]
 
 
-# Where the functions and programs stand that a config names, found without running a line of them.
+# The functions and programs of a config, located without running them.
 
 
 def refuse_missing_functions(config: Config) -> None:
-    """Raises ConfigError where the file of a placed reward or environment is not there or lacks its function."""
+    """Raises ConfigError if the file or function of a placed reward or environment is missing."""
     if "reward" in config.placed_roles:
         describe_reward(config)
     if "env" in config.placed_roles:
@@ -148,7 +151,7 @@ def refuse_missing_functions(config: Config) -> None:
 
 
 def describe_reward(config: Config) -> list[str]:
-    """Returns a line for each function. Raises ConfigError where its file is not there or has no such function."""
+    """Returns a line for each function. Raises ConfigError if its file or the function in it is missing."""
     rewards = {"reward": config.reward}
     rewards |= {
         f"evaluation.sets.{number}.reward": own.reward
@@ -164,7 +167,7 @@ def describe_reward(config: Config) -> list[str]:
 
 
 def describe_environment(config: Config) -> list[str]:
-    """Returns what answers the model. Raises ConfigError where its file is not there or has no such function."""
+    """Returns the environment or agent in words. Raises ConfigError if its file or the function in it is missing."""
     env, agent = config.env, config.env.agent
     if agent is not None and agent.command:
         return [f"env.agent.command: {shlex.join(found_command(agent.command, 'env.agent.command'))}"]
@@ -182,7 +185,7 @@ def _where(name: str, config_key: str) -> str:
         return ", asked over HTTP"
     place, _, function = name.rpartition(":")
     if name.endswith(".py"):
-        raise ConfigError(f"{config_key}: {name!r} names no function of the file; expected {name}:FUNCTION")
+        raise ConfigError(f"{config_key}: {name!r} names a file without a function; expected {name}:FUNCTION")
     if not place.endswith(".py"):
         if not place and "." not in name:
             raise unknown_function(name, config_key, [*BUILT_IN, "an URL"])
@@ -197,7 +200,7 @@ def _in_file(place: str, function: str, name: str, config_key: str) -> str:
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config_key}: {name!r}: {path} is no Python that can be read: {error}") from error
+        raise ConfigError(f"{config_key}: {name!r}: {path} is not valid Python: {error}") from error
     lines = dict(_bound(tree))
     if function not in lines and "*" not in lines:
         raise ConfigError(f"{config_key}: {name!r}: {path} has no function {function!r}")
@@ -205,7 +208,7 @@ def _in_file(place: str, function: str, name: str, config_key: str) -> str:
 
 
 def _bound(scope: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names that a module gives a value, with their lines; * for all of another module's."""
+    """Yields the names that a module binds, with their lines. `*` means all names of another module."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno

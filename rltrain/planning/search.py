@@ -1,4 +1,4 @@
-"""Searches placements and sizes, proposes changes that save memory, and calibrates by a run."""
+"""Searches placements and sizes, proposes changes that save memory, and calibrates estimates by a run."""
 
 import json
 from collections import defaultdict
@@ -22,23 +22,23 @@ from rltrain.runtime.placement import format_ranks, placement_of
 from rltrain.schedule.iterations import fullest_step
 from rltrain.tasks.roles import DECLARED, model_roles, trained_roles
 
-# Which changes of a config would save most memory, each estimated by the same model as the config itself.
+# The changes of a config that save most memory. Each is estimated like the config itself.
 
 MOST = 3
 CHUNK_TOKENS = 2048
-"""Whose logits may exist at a time: enough for a product at full speed."""
+"""Tokens whose logits may exist at a time. This is enough for products at full speed."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What to write, in the config's terms, and the highest peak of any rank then."""
+    """A change in the config's form, and the highest peak of any rank with it."""
 
     text: str
     memory: RankMemory
 
 
 def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], bool]) -> list[Change]:
-    """At most three, lowest peak first; only those that lower the highest peak."""
+    """Returns at most three changes that lower the highest peak, lowest peak first."""
     found, before = [], largest(rank_memories(job, gpu)).peak.total
     for key, value in _changes(job.config, gpu.memory_gb):
         try:
@@ -54,7 +54,7 @@ def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], boo
 
 
 def with_keys(config: Config, values: Mapping[str, object]) -> Config:
-    """`config` with other values for dotted keys."""
+    """Returns `config` with other values for dotted keys."""
     for key, value in values.items():
         config = _replaced(config, key.split("."), value)
     return config
@@ -67,7 +67,7 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
 
 
 def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object]]:
-    """(dotted key, another value for it)."""
+    """Yields (dotted key, another value for it)."""
     yield "model.recompute", "full"
     if config.model.recomputed.granularity == "full":
         yield "model.activation_offload", True
@@ -102,20 +102,20 @@ def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, object]]:
         yield f"{role}.parallel.sequence_parallel", True
 
 
-# The placements and parallel sizes by which a job would step fastest, of those that fit.
+# The fastest placements and parallel sizes of a job, among those that fit.
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8)
 CONTEXT_SIZES = (1, 2, 4, 8)
-"""Within a node, beside tensor parallelism."""
+"""Context parallelism. Together with tensor parallelism it must fit on a node."""
 ENGINE_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
-"""Of all ranks, for the rollout where it has its own."""
+"""Shares of all ranks for a rollout with separate ranks."""
 BEST = 5
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """`keys` are what to write in a config, by dotted name."""
+    """A placement with sizes. `keys` are its config values by dotted name."""
 
     keys: Mapping[str, object]
     memory: RankMemory
@@ -129,9 +129,11 @@ def proposals(
     calibration: Calibration,
     is_legal: Callable[[PlannedJob], bool],
 ) -> list[Proposal]:
-    """The best few, fastest step first; of equal ones that with the lowest peak. Deterministic. The schedule's mode
-    stays, except that asynchronous runs and pipelined ones, which need ranks of their own for the rollout, are tried
-    step by step as well where everything shares the ranks."""
+    """Returns the best few proposals, fastest step first, equal ones by the lowest peak. Deterministic.
+
+    The schedule's mode stays, with one exception. If all roles share the ranks, asynchronous and pipelined runs are
+    tried as sequential ones, because they need separate ranks for the rollout.
+    """
     found = []
     for keys, candidate in _candidates(job, is_legal):
         memory = largest(rank_memories(candidate, gpu))
@@ -168,7 +170,7 @@ def _candidates(
 
 
 def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
-    """None where sizes do not divide ranks or layers."""
+    """Returns the job with these keys, or None if sizes do not divide ranks or layers."""
     config = _with_sizes(job.config, keys)
     try:
         placement = placement_of(config, job.placement.world_size, job.ranks_per_node)
@@ -178,7 +180,10 @@ def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
 
 
 def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
-    """Other models of the training backend take the actor's sizes; what was split by sequence with it goes on so."""
+    """Returns the config with other sizes. Further models of the training backend take the actor's sizes.
+
+    Sequence parallelism stays on unless tp is 1.
+    """
     inheriting = {f"{role}.parallel": None for role in model_roles() if role != "actor"}
     whole = {"actor.parallel.vpp": 1, "actor.parallel.layers_per_stage": None}
     changed = with_keys(config, {**keys, **whole, **inheriting})
@@ -188,8 +193,10 @@ def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
 
 
 def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]:
-    """Everything on all ranks; and the rollout with the reward behind the others. Whoever evaluates beside them all has
-    as many ranks as it has, the last ones."""
+    """Yields placements: all roles on all ranks, and the rollout with the reward on ranks after the others.
+
+    Roles that evaluate beside the steps keep their number of ranks, and get the last ones.
+    """
     roles = [role for role in job.placement.roles if not DECLARED[role].beside_steps]
     apart = [role for role in job.placement.roles if role not in roles]
     world_size, end = world_size - sum(len(job.placement.ranks(role)) for role in apart), world_size
@@ -212,19 +219,20 @@ def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]
         yield {"placement": {", ".join(training): first, ", ".join(behind): last, **kept}}
 
 
-# What a run took beside what was foretold of it, by which the seconds of other jobs are foretold.
+# Calibration: measured seconds of a run over estimated ones, applied to the estimates of other jobs.
 
 WARM_UP_STEPS = 2
-"""Steps at the start that are not looked at, where there are more."""
+"""First steps that are left out if there are more."""
 
 STEP = "perf/step_time_s"
 Record = dict[str, Any]
 
 
 def calibration_of(runs: Iterable[Path], gpu: Gpu) -> Calibration:
-    """By medians of the steps of `runs`, output_dirs of one config, against what is foretold for it on `gpu`.
+    """Returns the medians over the steps of `runs`, relative to the estimate for `gpu`. `runs` are output_dirs of one
+    config.
 
-    Tasks that they did not have are left out. DataError where a folder lacks what a run writes.
+    Tasks missing in the runs are left out. Raises DataError if a folder is not a run's output_dir.
     """
     job, records = read_measured(runs)
     workload = measured_workload(job, records)
@@ -244,7 +252,7 @@ def _factors(clock: Clock, records: list[Record]) -> dict[str, float]:
 
 
 def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
-    """Lengths of a run's texts: of responses as they were drawn, of prompts by the tokens that were trained on."""
+    """Returns the text lengths of a run: of responses as generated, of prompts from the tokens in training."""
     assumed = Workload.of(job.config)
     response = values_of(records, "rollout/response_length_mean")
     longest = values_of(records, "rollout/response_length_max")
@@ -257,13 +265,15 @@ def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
 
 
 def values_of(records: list[Record], metric: str) -> list[float]:
-    """Of every record that has it."""
+    """Returns the values of every record with the metric."""
     return [record[metric] for record in records if record.get(metric) is not None]
 
 
 def read_measured(runs: Iterable[Path]) -> tuple[PlannedJob, list[Record]]:
-    """The job of runs of one config, the first one's, and the metrics of all their steps but the first ones. DataError
-    where one of `runs` is no run's output_dir."""
+    """Returns the job of the first run, and the metrics of all steps of all runs without the first steps.
+
+    Raises DataError if one of `runs` is not a run's output_dir.
+    """
     found = [_read(run) for run in runs]
     return found[0][0], [record for _, records in found for record in records]
 
@@ -279,7 +289,7 @@ def _read(run: Path) -> tuple[PlannedJob, list[Record]]:
         raise DataError(f"option --calibrate: {run}: {error}; {expected}") from error
     steps = [record for record in records if STEP in record]
     if not steps:
-        raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no step that was timed; {expected}")
+        raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no timed step; {expected}")
     placement = placement_of(config, world_size, ranks_per_node)
     job = plan_job(config, placement, role_architectures(config, placement.roles), ranks_per_node)
     return job, steps[WARM_UP_STEPS:] or steps

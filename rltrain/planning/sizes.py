@@ -1,19 +1,19 @@
-"""Numbers and tables as people read them."""
+"""Numbers, units and tables as text."""
 
 from collections.abc import Collection, Mapping, Sequence
 from textwrap import wrap
 
 from rltrain.runtime.placement import format_ranks
 
-# Numbers as people read them.
+# Numbers with units.
 
 WIDTH = 110
-"""Of a line that is wrapped."""
+"""Length of a wrapped line, in characters."""
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def size(num_bytes: float) -> str:
-    """Three digits, in the largest unit of which there is at least one."""
+    """Returns bytes with three digits, in the largest unit with a value of at least one."""
     for unit, of_unit in UNITS:
         if num_bytes >= of_unit:
             return f"{digits(num_bytes / of_unit)} {unit}"
@@ -21,7 +21,7 @@ def size(num_bytes: float) -> str:
 
 
 def sizes(bytes_of: Mapping[str, float]) -> str:
-    """Largest first, of equal ones by name; without what is nothing."""
+    """Returns the names and sizes, largest first, equal ones by name. Zeros are left out."""
     held = [item for item in bytes_of.items() if item[1]]
     ordered = sorted(held, key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in ordered)
@@ -36,7 +36,7 @@ def digits(value: float) -> str:
 
 
 def numbered(unit: str, numbers: Collection[int]) -> str:
-    """Ranks 0-3, or whatever the unit is."""
+    """Returns text such as "ranks 0-3"."""
     return f"{unit}{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
@@ -44,11 +44,11 @@ def numbered(unit: str, numbers: Collection[int]) -> str:
 
 
 def wrapped(line: str) -> list[str]:
-    """Returns the lines of a text that is too long for one."""
+    """Returns the lines of a long text. Further lines are indented."""
     return wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line per row, every column as wide as its widest cell."""
+    """Returns one line per row. Every column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

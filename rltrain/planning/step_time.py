@@ -1,4 +1,4 @@
-"""Seconds of every task and of a step, and how long each role waits."""
+"""Estimates the seconds of every task and of a step, and the waits of each role."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,25 +19,28 @@ from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a measured run took beside what was foretold of it."""
+    """Measured seconds of a run relative to its estimate."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
-    """By task, what it took over what was foretold."""
+    """Measured seconds over estimated ones, by task."""
     between_s: float = 0.0
-    """Of a step, what it took beyond its tasks: experience on its way, metrics, waits for ranks that come later."""
+    """Seconds of a step beyond its tasks: experience on its way, metrics, waits for later ranks."""
 
 
 RARE_TASKS = (
     *("decide_to_stop", "stop_if_reached", "checkpoint", "save_hf", "save_best", "save_candidate", "keep_candidate"),
     *("sync_evaluation", "run_evaluation", "keep_evaluated"),
 )
-"""Not of every step; their seconds are left out."""
+"""Tasks that are not in every step. Their seconds are left out."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Foretold of one step in the middle of the run. `tasks` are seconds by task and role, all chunks of a step
-    together; `moves` the seconds in which memory comes and goes, on the kind of rank that has most of it."""
+    """The estimate for one step in the middle of the run.
+
+    `tasks` are seconds by task and role, all chunks of a step together. `moves_s` are the seconds of moving memory, on
+    the kind of rank with the most moves.
+    """
 
     tasks: Mapping[tuple[str, tuple[str, ...]], float]
     moves_s: float
@@ -45,12 +48,14 @@ class StepTime:
     busy: Mapping[str, float]
     """[role] share of a step in which its ranks work, for this role or another."""
     tokens_per_s: float
-    """Prompt and response tokens that a step trains on, per second and rank."""
+    """Prompt and response tokens in training, per second and rank."""
 
 
 class Clock:
-    """Seconds of the tasks of one job. With `exact_sync` by the plan of its weight sync, which takes seconds for
-    thousands of ranks."""
+    """Estimates the seconds of a job's tasks.
+
+    With `exact_sync` the weight sync follows its real plan. Planning takes seconds for thousands of ranks.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class Clock:
         return cache_bytes(rank_memories(self.job, self.gpu))
 
     def task(self, name: str, role: str) -> float:
-        """Of one entry of the order: a chunk, where steps have several."""
+        """Returns the seconds of one entry of the order. If steps have several chunks, it is one chunk."""
         if (name, role) not in self._seconds:
             self._seconds[name, role] = self._task(name, role) * self._factor(name)
         return self._seconds[name, role]
@@ -114,7 +119,7 @@ class Clock:
         return StepTime(tasks, moved, step_s, shares, tokens / step_s / len(job.placement.hosting))
 
     def _factor(self, name: str) -> float:
-        """Of a task that was not measured, the mean of those that were and do the same: pass forward, or back too."""
+        """Returns the measured factor of a task. A task without one gets the mean of tasks with the same passes."""
         factors = self._calibration.factors
         if name in factors:
             return factors[name]
@@ -134,7 +139,7 @@ class Clock:
             sync = self.sync if name == WEIGHT_SYNC else PlannedSync(self.job, synced)
             return sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, synced, self.gpu)
         if name == "generate":
-            made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
+            made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts at once
             return share * made * self._crowding("rollout") + task_s
         if name == "verdicts":
             return share * judging(self.job, self.gpu, self.workload) + task_s
@@ -154,14 +159,16 @@ class Clock:
         return passes + model.optimizer_steps() + task_s
 
     def _crowding(self, role: str) -> float:
-        """Of the computing of a role's ranks."""
+        """Returns the factor on the computing time of a role's ranks."""
         ranks = self.job.grids[role].ranks
         nodes = {rank // self.job.ranks_per_node for rank in ranks}
         return self.gpu.efficiency.crowding if len(ranks) > len(nodes) else 1.0
 
     def _moves(self, kind: Kind) -> dict[tuple[str, int], float]:
-        """Seconds before each task, by its name and chunk, in which parts leave for the host or come back from it; none
-        is hidden behind the task before."""
+        """Returns the seconds of memory moves to and from the host before each task, by its name and chunk.
+
+        No move is assumed to overlap with the task before.
+        """
         if not kind.stages:
             return {}
         sizes = {
@@ -186,7 +193,7 @@ class Clock:
 
 
 def _one_rank_of_each_kind(job: PlannedJob) -> tuple[Placement, list[Kind]]:
-    """A placement with as many ranks as there are kinds of them, and the kind of each: roles overlap as in the job."""
+    """Returns a placement with one rank per kind, and the kinds. Roles overlap like in the job."""
     distinct: dict[tuple[str, ...], Kind] = {}
     for kind in job.kinds:
         distinct.setdefault(kind.roles, kind)
@@ -196,7 +203,7 @@ def _one_rank_of_each_kind(job: PlannedJob) -> tuple[Placement, list[Kind]]:
 
 
 def _measured_steps(job: PlannedJob) -> range:
-    """Steps in the middle of a run, behind those in which its order is not yet what it will be, in which everything
-    comes as often as it does in the run."""
+    """Returns steps in the middle of a run. They come after the first unusual steps, and each task is in them as often
+    as in the run."""
     first = job.shape.lead + job.config.schedule.sync_every + 1
     return range(first, first + max(2, job.config.schedule.sync_every))

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a weight sync, by its real plan or by the least any plan could take."""
+"""Estimates the bytes and seconds of a weight sync, by its real plan or as a lower bound for any plan."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from rltrain.reshard.plan import Block, Planner
 from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.tasks.roles import drawing_roles, trained_roles
 
-# How long a planned reshard takes at given link bandwidths, beside the least that any plan could take.
+# The time of a planned reshard at given bandwidths, with the lower bound of any plan.
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second in each direction of one rank: to other nodes, and to other ranks of its node."""
+    """Bytes per second of one rank in each direction: to other nodes, and to other ranks of its node."""
 
     network: float
     node: float
@@ -30,9 +30,10 @@ class Links:
 
 @dataclass(frozen=True)
 class SyncPrediction:
-    """Seconds. `network_bound` is that of the ideal split of the same bytes over all senders and all receivers.
+    """Seconds of a sync.
 
-    `network` is that of the busiest sender or receiver between nodes; `node` that of the busiest within its node.
+    `network` is the time of the busiest sender or receiver between nodes. `network_bound` is the time of an ideal split
+    of the same bytes over all senders and receivers. `node` is the time of the busiest rank within its node.
     """
 
     network: float
@@ -43,7 +44,8 @@ class SyncPrediction:
 
 
 def predict(planner: Planner, links: Links) -> SyncPrediction:
-    """Network and node transfers counted apart: they use different links."""
+    """Returns the prediction for a plan. Transfers between nodes and within nodes use different links and count
+    separately."""
     network_out, network_in, node_out, node_in = (Counter[int]() for _ in range(4))
     for line in planner.lines.all.values():
         for block in line.blocks:
@@ -78,7 +80,7 @@ def _add_received(block: Block, received: Counter[int]) -> None:
 
 
 def _add_fan_out(block: Block, sent: Counter[int], received: Counter[int]) -> None:
-    """Each receiver sends its share on to all others and gets theirs."""
+    """Adds the transfers in which each receiver sends its share to all others."""
     for number, ranks in zip(block.classes, block.receivers, strict=True):
         share = int(block.node.needs.class_weights[number]) // len(ranks)
         for rank in ranks.tolist():
@@ -86,15 +88,15 @@ def _add_fan_out(block: Block, sent: Counter[int], received: Counter[int]) -> No
             received[rank] += share * (len(ranks) - 1)
 
 
-# Bytes and seconds of a weight sync: by the real plan, or by the least that any plan could take.
+# Bytes and seconds of a weight sync: by its real plan, or as a lower bound for any plan.
 
 BYTES_PER_COPY = 2
-"""A byte that is copied is read and written."""
+"""A copied byte is read and written."""
 
 
 @dataclass(frozen=True)
 class PlannedSync:
-    """From the actor's layout to that of another role."""
+    """The sync from the actor's layout to the layout of another role."""
 
     job: PlannedJob
     role: str = "rollout"
@@ -132,15 +134,18 @@ class PlannedSync:
         return predict(self.planner, Links(network=gpu.network, node=gpu.node))
 
     def seconds(self, gpu: Gpu) -> float:
-        """Transfers within and between nodes beside each other, and copies at both ends."""
+        """Returns the seconds of a sync. Transfers within and between nodes overlap. Copies at both ends are added."""
         predicted = self.prediction(gpu)
         share = sent_share(self.job) if self.role == "rollout" else 1.0
         return share * max(predicted.network, predicted.node) + copying_s(self.job, self.role, gpu)
 
 
 def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
-    """Without a plan: what every node lacks enters it once, shared out evenly over the links of senders and of
-    receivers; what is on the rank's own node comes from there."""
+    """Returns a lower bound without a plan.
+
+    The bytes missing on a node enter it once, evenly over the links of senders and receivers. Bytes on the rank's own
+    node come from there.
+    """
     grid, actor = job.grids[role], job.grids["actor"]
     received = received_bytes(job, role)
     nodes = {rank // job.ranks_per_node for rank in grid.ranks}
@@ -154,7 +159,8 @@ def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
 
 
 def received_bytes(job: PlannedJob, role: str) -> int:
-    """On the rank of the role that has most; of what passes through it to servers of others, its share or all."""
+    """Returns the bytes received by the role's rank with the most. For servers at URLs it is the bytes that pass
+    through it."""
     if job.runs_elsewhere(role):
         is_shared = job.config.served(role).http.weights == "folder"
         return job.served_bytes_of(role) // (len(job.grids[role].ranks) if is_shared else 1)
@@ -162,8 +168,11 @@ def received_bytes(job: PlannedJob, role: str) -> int:
 
 
 def copying_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
-    """Every byte is read and written where it is packed and where it arrives, and once more for a server's process; or
-    where it is packed, and compared with what was sent last."""
+    """Returns the seconds of copies.
+
+    Every byte is read and written at packing and at arrival. Weights of a server's process are copied once more. A
+    delta counts the same: its bytes are packed, and compared with the last sent weights.
+    """
     received = received_bytes(job, role)
     copies = 2 + (role in drawing_roles() and job.config.served(role).engine != "embedded")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

@@ -1,4 +1,4 @@
-"""Seconds of passes, optimizer steps and generation."""
+"""Estimates the seconds of passes, optimizer steps and generation."""
 
 import sys
 from dataclasses import dataclass
@@ -42,23 +42,24 @@ from rltrain.runtime.grid import Grid
 
 FP32 = 4
 EXPERT_TILE = 128
-"""Rows that a grouped product computes at a time: of every expert's last tile half are padding, on average."""
+"""Rows per tile of a grouped product. On average half of every expert's last tile is padding."""
 COLLECTIVES_PER_LAYER = 2
-"""Of tensor parallelism in a pass through a layer, each of the layer's hidden states."""
+"""Tensor-parallel collectives per pass through a layer, each of the layer's hidden states."""
 SHORT_TOKENS, SHORTEST_FRACTION = 128, 0.6
-"""Sequences that need padding share a batch where the longest has no more tokens, or the shortest as large a share of
-its tokens."""
+"""Padded sequences share a batch if the longest has at most SHORT_TOKENS tokens, or if the shortest has at least
+SHORTEST_FRACTION of its length."""
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA = 40_000_000, 1_000_000
-"""Of gradients that Megatron reduces at once, unless it is told: as many, or as many for each replica."""
+"""Default elements of gradients that Megatron reduces at once. It takes the larger of both numbers, the second one
+times the replicas."""
 UPDATE_COLLECTIVES = 8
-"""Of a few numbers each, among replicas in an optimizer step: norms, whether all is finite, divisors, metrics."""
+"""Small collectives among replicas in an optimizer step: norms, finiteness, divisors, metrics."""
 OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
-"""Per element of a rank's share: both moments read and written, the gradient read."""
+"""Bytes per element of a rank's share: both moments are read and written, and the gradient is read."""
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """Of `role`'s model on its grid."""
+    """The times of `role`'s model on its grid."""
 
     job: PlannedJob
     role: str
@@ -78,17 +79,19 @@ class TrainingTime:
         return GridLinks.of(self.grid, self.job.ranks_per_node, self.gpu)
 
     def evaluating(self, share: float) -> float:
-        """`share` of a step's samples once through the model."""
+        """Returns the seconds of one forward pass over `share` of a step's samples."""
         return self._passes(share, 1, self._micro_batch(backward=False))
 
     def accumulating(self, share: float) -> float:
-        """Gradients of `share` of a step's samples."""
+        """Returns the seconds of the gradients of `share` of a step's samples."""
         batch = self.job.config.batch
         return batch.epochs * self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
 
     def optimizer_steps(self) -> float:
-        """Of all mini-batches of a step: gradients reduced, weights changed and gathered. What overlaps with passes of
-        the model counts as far as it takes longer than these, which it does not slow down."""
+        """Returns the seconds of all optimizer steps of a step: reducing gradients, updating and gathering weights.
+
+        Communication that overlaps with passes counts only if it takes longer than they do. It does not slow them down.
+        """
         return max(self._optimizer_steps(stage) for stage in range(self.grid.pp))
 
     def _optimizer_steps(self, stage: int) -> float:
@@ -100,7 +103,7 @@ class TrainingTime:
         told = UPDATE_COLLECTIVES * self.links.dp.latency_s * (self.links.dp.size > 1)
         besides = self.gpu.efficiency.update_s + told
         stepping = times * (step + besides + orthogonalizing_s(self.job, self.role, stage, self.gpu))
-        if self.grid.is_sharded:  # gradients are reduced by every micro-batch, and weights gathered
+        if self.grid.is_sharded:  # every micro-batch reduces gradients and gathers weights
             return stepping
         held = learned_elements(self.job, self.role, stage)
         reduced = gathered = 0.0
@@ -120,7 +123,7 @@ class TrainingTime:
 
     @property
     def _accumulates(self) -> bool:
-        """Whether gradients are made in tasks of their own, apart from the optimizer's step."""
+        """Whether gradients are computed in tasks separate from the optimizer step."""
         shape = self.job.shape
         return shape.accumulates_actor if self.role == "actor" else shape.accumulates_critic
 
@@ -131,15 +134,17 @@ class TrainingTime:
         return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA * self.grid.dp * self.grid.cp)
 
     def _passes_of_one_micro_batch(self, stage: int) -> tuple[float, float]:
-        """Seconds (forward, backward) on a stage."""
+        """Returns the seconds (forward, backward) of one micro-batch on a stage."""
         tokens = self.job.samples_per_replica(self.role) * self.workload.sample / self.job.config.batch.mini_batches
         per_token, each = self._stage(stage, True)
         both = per_token * tokens / self._num_micro_batches(tokens) + each
         return both / (1 + BACKWARD), both * BACKWARD / (1 + BACKWARD)
 
     def _passes(self, share: float, times: int, micro_batch: tuple[float, float]) -> float:
-        """`share` of a step's samples in as many parts as `times` says, each by 1F1B: micro-batches, and the pipeline's
-        filling and emptying."""
+        """Returns the seconds of `share` of a step's samples in `times` parts.
+
+        Each part runs by 1F1B: its micro-batches, and the filling and emptying of the pipeline.
+        """
         seconds_per_token, seconds_each = micro_batch
         tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
         num = self._num_micro_batches(tokens)
@@ -150,7 +155,7 @@ class TrainingTime:
         return max(1, ceil(tokens / max(self.job.micro_batch_limit(self.role), self.workload.sample)))
 
     def _micro_batch(self, *, backward: bool) -> tuple[float, float]:
-        """(seconds per token, seconds beside them) of the slowest pipeline stage, through it and back."""
+        """Returns (seconds per token, further seconds) of a micro-batch on the slowest pipeline stage."""
         costs = [self._stage(stage, backward) for stage in range(self.grid.pp)]
         return max(per_token for per_token, _ in costs), max(each for _, each in costs)
 
@@ -162,7 +167,7 @@ class TrainingTime:
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
         attention = len(layers) / a.num_layers * self._attention_flops()
         times = 1 + BACKWARD if backward else 1
-        gradients = 1 if learns_adapters(self.job, self.role) else BACKWARD  # of frozen matrices the inputs' alone
+        gradients = 1 if learns_adapters(self.job, self.role) else BACKWARD  # frozen: of inputs only
         multiplied = 1 + backward * gradients
         whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
         repeated = backward * whole / (len(layers) or 1)
@@ -178,7 +183,7 @@ class TrainingTime:
         flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
         passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
-        if backward:  # beside the computation, there and back
+        if backward:  # to the host and back, during the computation
             per_token = max(per_token, 2 * Activations(self.job, self.role, stage).leaving() / gpu.host)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
@@ -186,14 +191,17 @@ class TrainingTime:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
         latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
         each = walks * (len(layers) * gpu.efficiency.layer_s + gpu.efficiency.micro_batch_s) + latencies
-        if self.grid.is_sharded:  # as far as it takes longer than what it goes on beside
+        if self.grid.is_sharded:  # only the time beyond the computation
             collectives = gathering_s(self.job, self.role, self.links, backward=backward)
             each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
         return per_token + walks * self._moved(layers) / self.grid.cp, each
 
     def _attention_flops(self) -> float:
-        """Of one token in all layers. Sequences that no kernel takes as they lie are padded to the longest among those
-        of similar length, or among all where they are short."""
+        """Returns the FLOPs per token of attention in all layers.
+
+        Without a kernel for packed sequences, these are padded to the longest one of similar length. Short ones are
+        padded to the longest of all.
+        """
         flops, mean = forward_flops(self.architecture), self.workload.sample
         if self.job.attends_packed:
             return flops.of_attention(mean / 2)
@@ -202,8 +210,11 @@ class TrainingTime:
         return width / mean * flops.of_attention(width / 2)
 
     def _moved_by_attention(self, passes: float, attention_s: float) -> float:
-        """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
-        passes through attention: on a ring as far as it takes longer than the attention beside it, else all of it."""
+        """Returns the seconds per token in which context parallelism sends keys and values, heads, or their gradients.
+
+        `passes` is the number of passes through attention. On a ring only the time beyond the simultaneous attention
+        counts.
+        """
         a, model, link = self.architecture, self.job.config.model, self.links.cp
         if link.size == 1:
             return 0.0
@@ -217,7 +228,7 @@ class TrainingTime:
         return sent if self.job.has_local_layers(self.role) else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
-        """What the products of experts take over those of as many tokens that are spread evenly and fill tiles."""
+        """Returns the factor on products of experts for uneven loads and partly filled tiles."""
         moe, ep = self.architecture.moe, self.links.ep.size
         if moe is None:
             return 1.0
@@ -225,7 +236,7 @@ class TrainingTime:
         return (1 + EXPERT_TILE / 2 / tokens) * (self.gpu.efficiency.expert_imbalance if ep > 1 else 1.0)
 
     def _moved(self, layers: tuple[bool, ...]) -> float:
-        """Seconds per token in which hidden states go between ranks in one walk through a stage's layers."""
+        """Returns the seconds per token of moving hidden states between ranks in one walk through a stage's layers."""
         hidden, tp, ep = self.architecture.hidden_size * self.job.item_bytes, self.links.tp, self.links.ep
         seconds = 2 * COLLECTIVES_PER_LAYER * len(layers) * hidden * (tp.size - 1) / tp.size / tp.bandwidth
         if self.architecture.moe:
@@ -236,13 +247,16 @@ class TrainingTime:
         return seconds
 
 
-# Seconds of generation: prompts read once, then a decode step for every token, of all responses that run.
+# Seconds of generation: prefill of all prompts, then a decode step for every token of the running responses.
 
 
 def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> float:
-    """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
-    taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
-    left to the next step."""
+    """Returns the seconds of a step on the engine with the most samples. `cache_bytes` are for keys and values on each
+    rank.
+
+    All slots are in use while responses wait. At the end, ever fewer long responses continue, unless partial rollouts
+    leave them to the next step.
+    """
     num = job.samples_per_replica("rollout")
     tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
     return drawing(job, "rollout", gpu, workload, cache_bytes, num, job.shape.samples_per_group, tail)
@@ -258,8 +272,10 @@ def drawing(
     samples_per_prompt: int,
     tail: float,
 ) -> float:
-    """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average. Servers
-    that somebody else runs are taken for one GPU each, with room for all that may run there."""
+    """Returns the seconds of `num` samples on one engine of a role. The longest has `tail` tokens more than the mean.
+
+    A server at a URL is assumed to be one GPU with room for all its samples.
+    """
     architecture, grid = job.architectures[role], job.grids[role]
     if job.runs_elsewhere(role):
         num, cache_bytes = num / servers_per_rank(job, role), sys.maxsize
@@ -267,7 +283,7 @@ def drawing(
     kept += state_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes)
     slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
-    running = num * workload.response / num_steps  # in the mean of the decode steps
+    running = num * workload.response / num_steps  # mean over the decode steps
     prompts = ceil(num / samples_per_prompt)
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
@@ -275,7 +291,7 @@ def drawing(
 
 
 def servers_per_rank(job: PlannedJob, role: str) -> float:
-    """Of engines that somebody else runs; one where a file says which there are."""
+    """Returns the servers at URLs per rank. It is 1 if a file lists the servers."""
     urls = job.config.served(role).urls
     return 1.0 if isinstance(urls, str) else len(urls) / len(job.grids[role].ranks)
 
@@ -283,8 +299,10 @@ def servers_per_rank(job: PlannedJob, role: str) -> float:
 def evaluating(
     job: PlannedJob, gpu: Gpu, workload: Workload, plan: EvaluationPlan, cache_bytes: int, num_prompts: int
 ) -> float:
-    """Seconds in which so many prompts of an evaluation set are answered by all engines that do so. Responses are as
-    much shorter than they may be as those of training are taken to be."""
+    """Returns the seconds in which all evaluating engines answer `num_prompts` prompts of an evaluation set.
+
+    The mean response is the same share of its limit as in training.
+    """
     role = "evaluation" if job.config.evaluates_apart else "rollout"
     longest = plan.sampling.max_response_tokens
     response = longest * workload.response / longest_response(job.config)
@@ -294,8 +312,10 @@ def evaluating(
 
 
 def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:
-    """Seconds of a step's questions to the judge, each as long as the sample that it shows. Answers are as much shorter
-    than they may be as responses are taken to be."""
+    """Returns the seconds of a step's questions to the judge. Each question is as long as its sample.
+
+    The mean answer is assumed to be the same share of its limit as responses.
+    """
     architecture, grid, settings = job.architectures["judge"], job.grids["judge"], job.config.judge
     num, answer = float(job.samples_per_replica("judge")), settings.sampling.max_response_tokens * MEAN_OF_LONGEST
     asked = Workload(prompt=workload.sample, response=answer, longest_response=answer)
@@ -306,8 +326,11 @@ def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:
 
 
 def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, role: str = "rollout") -> float:
-    """One token of each of `running` responses: what has to be read of weights, keys and values, or what has to be
-    multiplied, whichever takes longer; and what tensor parallelism sends."""
+    """Returns the seconds of one token for each of `running` responses.
+
+    They are the time of reading weights, keys and values or of the products, if that is longer. Tensor-parallel
+    transfers are added.
+    """
     architecture, grid, efficiency = job.architectures[role], job.grids[role], gpu.efficiency
     context = workload.prompt + workload.response / 2
     bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp, grid.ep)
@@ -326,15 +349,18 @@ def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, r
 
 
 def _at_peak(architecture: Architecture, gpu: Gpu, context: float) -> float:
-    """Operations at the device's peak that take as long as those of a token that attends to `context` positions do."""
+    """Returns the operations at peak that take as long as a token with attention to `context` positions."""
     experts = sum(architecture.sparse_layers) * expert_flops(architecture)
     others = forward_flops(architecture).of_token(context) - experts
     return others / gpu.efficiency.matmul + experts / gpu.efficiency.experts
 
 
 def weights_read(architecture: Architecture, tp: int, running: float, ep: int = 1) -> float:
-    """Elements of a rank's weights that a step with `running` tokens reads: of experts those that a token visits, if
-    each visits any of them with equal chance. Of the embedding it reads next to nothing."""
+    """Returns the elements of a rank's weights read by a step with `running` tokens.
+
+    Of the experts it reads the ones visited, if each token visits any of them with equal chance. Of the embedding it
+    reads almost nothing.
+    """
     held = served_elements(architecture, tp, ep)
     if not architecture.tied_embeddings:
         held -= architecture.vocab_size * architecture.hidden_size // tp

@@ -1,4 +1,4 @@
-"""Refuses what a config may not ask for with the models it names."""
+"""Refuses configs that cannot work with their models."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,24 +14,24 @@ from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
 
-# What families of models have that some ways of cutting, training or serving them lack.
+# Mechanisms of some model families that not every parallelism, backend or engine supports.
 
 
 def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of a model that is trained or evaluated, whose parallel sizes stand under `key`."""
+    """Yields the problems of a trained or evaluated model. `key` is the section with its parallel sizes."""
     mechanisms = local_mechanisms(architecture)
     if mechanisms and config.model.transformer_impl == "transformer_engine":
         yield (
             f"model.transformer_impl: got transformer_engine, but a model of {architecture.family} has "
-            f"{' and '.join(mechanisms)}, which are trained by Megatron's own layers alone; expected auto or local"
+            f"{' and '.join(mechanisms)}, which only Megatron's own layers can train; expected auto or local"
         )
     if grid.cp > 1 and not grid.is_sharded and architecture.windows is not None:
         yield (
             f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has layers with a window of "
-            f"{architecture.windows.size} tokens, and ranks that share out sequences attend to all that came before"
+            f"{architecture.windows.size} tokens, but context parallelism attends to all earlier tokens"
         )
     if grid.cp > 1 and not grid.is_sharded and architecture.attention_softcap is not None:
-        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} bends its scores (soft caps)"
+        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has soft caps on its scores"
     if grid.cp > 1 and not grid.is_sharded and architecture.attention_sinks:
         yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has attention sinks"
     if architecture.delta is not None:
@@ -40,24 +40,24 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
     if bends_logits and config.model.logits_chunk_tokens is not None:
         yield (
             f"model.logits_chunk_tokens: got {config.model.logits_chunk_tokens}; expected null: a model of "
-            f"{architecture.family} bends its logits (final_logit_softcapping), which are made whole for it"
+            f"{architecture.family} has a soft cap on its logits (final_logit_softcapping), which needs whole logits"
         )
 
 
 def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of gated delta nets that are trained or evaluated."""
+    """Yields the problems of a trained or evaluated model with gated delta nets."""
     assert architecture.delta is not None
     yield from _delta_head_problems(key, grid, architecture)
     num_key_heads = architecture.delta.num_key_heads
     if num_key_heads % grid.tp == 0 and num_key_heads % (grid.tp * grid.cp):
         yield (
-            f"{key}.cp: got {grid.cp} with tp {grid.tp}; expected a divisor of {num_key_heads // grid.tp}: ranks that "
-            f"share out sequences have all tokens of some of the {num_key_heads} key heads of gated delta nets"
+            f"{key}.cp: got {grid.cp} with tp {grid.tp}; expected a divisor of {num_key_heads // grid.tp}, since the "
+            f"cp ranks share the {num_key_heads} key heads of gated delta nets"
         )
     if grid.is_sharded and grid.cp > 1:
         yield (
             f"{key}.cp: got {grid.cp} with backend fsdp; expected 1, or megatron: a model of {architecture.family} has "
-            "gated delta nets, whose states go on from token to token"
+            "gated delta nets, whose states need the tokens in order"
         )
 
 
@@ -71,44 +71,44 @@ def _delta_head_problems(key: str, grid: Grid, architecture: Architecture) -> It
 
 
 def served_mechanism_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of the model of an engine of `role`."""
+    """Yields the problems of the mechanisms of a served model."""
     yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
     if config.served(role).engine != "sglang" or architecture.mla is not None:
         return
     path, key = config.checkpoint_of(role)
     if lacks := _lacking_in_sglang(architecture):
         yield (
-            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which rltrain has served by its "
-            "own alone; expected embedded"
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
+            "supports; expected embedded"
         )
 
 
 def _lacking_in_sglang(architecture: Architecture) -> str | None:
-    """What a model has that SGLang (0.5.23) lacks, computes otherwise, or nobody has compared."""
+    """Returns a mechanism of the model that SGLang (0.5.23) lacks or computes differently, or that is untested."""
     scaling = architecture.rope_scaling
     found = {
         "sliding windows": architecture.windows is not None,
         f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
         "biases in MLPs (mlp_bias)": architecture.mlp_bias,
-        "dynamic RoPE scaling, by which it scales short texts too": isinstance(scaling, DynamicScaling),
+        "dynamic RoPE scaling (SGLang scales short texts too)": isinstance(scaling, DynamicScaling),
         "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
     }
     return next((what for what, is_there in found.items() if is_there), None)
 
 
-# What an engine may be asked to serve, and over which ranks.
+# Served models, and the ranks of their engines.
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of the model of an engine of `role`; what servers that somebody else runs can serve is theirs to say."""
+    """Yields the problems of the model of an engine. Servers at URLs are not checked."""
     if config.served(role).engine == "http":
         return
     if architecture.unlisted:
         path, key = config.checkpoint_of(role)
         yield (
-            f"{key}: the model in {path} is of family {architecture.family}, which backend fsdp trains and no engine "
-            f"of rltrain serves, so that role {role} cannot draw from it; expected a model of {', '.join(FAMILIES)}, "
-            "or an algorithm without a rollout: sft, dpo, reward_model"
+            f"{key}: the model in {path} is of family {architecture.family}, which no engine of rltrain serves, so "
+            f"role {role} cannot generate with it; expected a model of {', '.join(FAMILIES)}, or an algorithm without "
+            "a rollout: sft, dpo, reward_model"
         )
         return
     parallel_key = config.parallel_of(role)[1]
@@ -116,17 +116,17 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
     if is_sglang and architecture.mla is not None:
         path, key = config.checkpoint_of(role)
         yield (
-            f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has "
-            "served by its own alone; expected embedded"
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which only the embedded "
+            "engine supports; expected embedded"
         )
     yield from served_mechanism_problems(config, role, grid, architecture)
     if architecture.moe is None:
         if grid.ep > 1:
-            yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts to share out"
+            yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts"
         return
     if is_sglang and grid.ep > 1:
         yield (
-            f"{parallel_key}.ep: got {grid.ep} with {role}.engine sglang; expected 1: its servers cut every expert "
+            f"{parallel_key}.ep: got {grid.ep} with {role}.engine sglang; expected 1: its servers split every expert "
             "over all of their ranks"
         )
     yield from _share_problems(parallel_key, grid, architecture)
@@ -140,33 +140,29 @@ def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterato
     cut = grid.tp // grid.ep
     if moe.ffn_hidden_size % cut:
         yield (
-            f"{key}.tp: got {grid.tp} with {key}.ep {grid.ep}, which cuts each expert in {cut}; expected a divisor of "
-            f"its {moe.ffn_hidden_size} units, or a larger ep"
+            f"{key}.tp: got {grid.tp} with {key}.ep {grid.ep}, which splits each expert in {cut}; expected a divisor "
+            f"of its {moe.ffn_hidden_size} units, or a larger ep"
         )
 
 
-# What gpt-oss's experts, whose matrices every side keeps as files have them, cannot go with.
+# Limits of gpt-oss's experts. All sides keep their matrices in the form of the files.
 
-KEPT = "whose experts' matrices are kept as its files have them"
+KEPT = "whose experts' matrices stay in the form of its files"
 
 
 def interleaved_expert_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """Of the placed models."""
+    """Yields the problems of placed models with such experts."""
     found = [role for role in grids if role in architectures and (moe := architectures[role].moe) and moe.interleaved]
     for role in found:
         what = f"the model of role {role} is {architectures[role].family}, {KEPT}"
         if role in trained_roles() and getattr(config, role).optimizer.name == "muon":
             yield (
-                f"{role}.optimizer.name: got muon, but {what}, all of a layer in one tensor that is no matrix; "
-                "expected adamw"
+                f"{role}.optimizer.name: got muon, but {what}: one tensor per layer, which is no matrix; expected adamw"
             )
         if role in served_roles() and config.served(role).dtype == "fp8":
-            yield (
-                f"{config.engine_key(role, 'dtype')}: got fp8, but {what}, and are not rounded: attention alone would "
-                "be; expected auto"
-            )
+            yield (f"{config.engine_key(role, 'dtype')}: got fp8, but {what} and cannot be rounded; expected auto")
     if found and config.model.fake_quantization:
         role = found[0]
         yield (
@@ -175,21 +171,21 @@ def interleaved_expert_problems(
         )
 
 
-# What model.fake_quantization may be asked for.
+# The settings of model.fake_quantization.
 
 KEY = "model.fake_quantization"
 GIVEN = f"{KEY}: got a section"
 
 
 def fake_quantization_problems(config: Config) -> Iterator[str]:
-    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.fake_quantization found from the config alone."""
     if config.model.fake_quantization is None:
         return
     for role in (role for role in served_roles() if role in OF_POLICY and role in config.placed_roles):
         if config.served(role).dtype == "fp8":
             yield (
                 f"{GIVEN} with {config.engine_key(role, 'dtype')} fp8, which would round the rounded weights again; "
-                "expected either alone"
+                "expected only one of the two"
             )
     if config.rollout.engine == "http" and not algorithm_of(config).trains:
         yield (
@@ -199,42 +195,43 @@ def fake_quantization_problems(config: Config) -> Iterator[str]:
     recomputed = config.model.recomputed
     if config.model.activation_offload and (recomputed.granularity != "full" or recomputed.layers is not None):
         yield (
-            f"model.activation_offload: got true with {KEY}, whose rounded weights would go to the host and back with "
-            "what layers leave; expected false, or model.recompute: full"
+            f"model.activation_offload: got true with {KEY}, whose rounded weights would be offloaded with the "
+            "activations; expected false, or model.recompute: full"
         )
     yield from _adapter_problems(config)
 
 
 def _adapter_problems(config: Config) -> Iterator[str]:
-    """With low-rank adapters, which are added to the rounded base and are not rounded themselves."""
+    """Yields the problems with low-rank adapters. They are added to the rounded base and not rounded themselves."""
     if config.model.lora is None:
         return
     if config.weight_sync.adapters == "apart":
         yield (
-            f"weight_sync.adapters: got apart with {KEY}; expected merged: engines get the rounded base with the "
-            "adapters in one"
+            f"weight_sync.adapters: got apart with {KEY}; expected merged, since engines get the rounded base merged "
+            "with the adapters"
         )
     if config.reference.refresh_every:
         yield (
             f"reference.refresh_every: got {config.reference.refresh_every} with {KEY} and model.lora; expected 0: the "
-            "reference would round what adapters add too"
+            "reference would round the adapters too"
         )
 
 
 def fake_quantization_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As above, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    """Yields the problems of model.fake_quantization with the placed models. Role inference is in `grids` unless it has
+    the actor's ranks and layout."""
     settings = config.model.fake_quantization
     if settings is None:
         return
     if architectures["actor"].moe is None:
-        yield f"{GIVEN}; expected null: the model in {config.model.path} has no experts, which alone are rounded"
+        yield f"{GIVEN}; expected null: the model in {config.model.path} has no experts, and only experts are rounded"
         return
     if config.model.lora and "inference" in grids:
         yield (
-            f"{GIVEN} with model.lora and role inference, whose ranks would round what adapters add too; expected "
-            "either alone, or no inference in placement"
+            f"{GIVEN} with model.lora and role inference, whose ranks would round the adapters too; expected only one "
+            "of the two, or no inference in placement"
         )
     loads = not algorithm_of(config).trains
     for role in (role for role in OF_POLICY if role in grids and architectures[role].moe):
@@ -245,8 +242,10 @@ def fake_quantization_problems_of_models(
 def _cut_groups(
     config: Config, settings: FakeQuantization, role: str, grid: Grid, architecture: Architecture
 ) -> Iterator[str]:
-    """Of rows of experts' matrices, which groups are to fill on every rank. What engines get of a trained model is
-    rounded before it is cut for them."""
+    """Yields the problems of groups of rows in experts' matrices. Every rank needs whole groups.
+
+    Weights of a trained model are rounded before engines split them, so they are not checked for engines.
+    """
     moe, size, key = architecture.moe, settings.group_size, config.parallel_of(role)[1]
     assert moe is not None
     if architecture.hidden_size % size:
@@ -258,7 +257,7 @@ def _cut_groups(
     num_ranks = grid.tp // grid.ep if is_engine else 1 if grid.is_sharded else grid.etp or grid.tp
     share = moe.ffn_hidden_size // num_ranks
     if share % size:
-        cut = f", cut over {num_ranks} ranks" if num_ranks > 1 else ""
+        cut = f", split over {num_ranks} ranks" if num_ranks > 1 else ""
         remedy = f", or experts on fewer ranks ({key}.{'ep' if is_engine else 'etp'})" if num_ranks > 1 else ""
         yield (
             f"{KEY}.group_size: got {size}; expected a divisor of {share}, the rows of an expert's last matrix in role "
@@ -266,49 +265,49 @@ def _cut_groups(
         )
 
 
-# What model.mtp may be asked for.
+# The settings of model.mtp.
 
 MTP = "model.mtp"
 ASKED = f"{MTP}: got a section"
 
 
 def mtp_problems(config: Config) -> Iterator[str]:
-    """In any world: sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.mtp found from the config alone."""
     algorithm, model = algorithm_of(config), config.model
     if model.mtp is None or not algorithm.trains:
         return
     if algorithm.name == "reward_model":
-        yield f"{ASKED} with algorithm reward_model, whose model ends in a score and has no such layer; expected null"
+        yield f"{ASKED} with algorithm reward_model, whose model ends in a score without such a layer; expected null"
     for role in ("actor", "inference"):
         if role in config.placed_roles and config.backend_of(role) == "fsdp":
             yield (
-                f"{ASKED} with backend fsdp for role {role}, whose model is transformers', which has no such layer; "
-                f"expected null, or {role}.backend: megatron"
+                f"{ASKED} with backend fsdp for role {role}, but models of transformers have no such layer; expected "
+                f"null, or {role}.backend: megatron"
             )
     if model.lora is not None:
-        yield f"{ASKED} with model.lora, which trains adapters alone; expected either alone"
+        yield f"{ASKED} with model.lora, which trains only adapters; expected only one of the two"
     if model.residual_dtype is not None:
         yield f"model.residual_dtype: got {model.residual_dtype} with {MTP}; expected null"
     reference_path, key = config.checkpoint_of("reference")
     if config.reference.refresh_every and not config.predicts("reference"):
         yield (
             f"reference.refresh_every: got {config.reference.refresh_every} with {MTP} and {key} {reference_path}; "
-            "expected 0, or no path: the reference would have to have the actor's layer that predicts a further token"
+            "expected 0, or no path, since the reference would lack the actor's layer for a further token"
         )
 
 
 def mtp_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As above, of the placed models."""
+    """Yields the problems of model.mtp with the placed models."""
     if config.model.mtp is None or not algorithm_of(config).trains or "actor" not in grids:
         return
     path, model = config.model.path, architectures["actor"]
     found = num_predicting(Path(path), model.family)
     if model.family not in PREDICTIONS:
         yield (
-            f"{ASKED}, but the model in {path} is of family {model.family}; expected null: such layers are trained of "
-            f"{', '.join(PREDICTIONS)}, and are carried along of others"
+            f"{ASKED}, but the model in {path} is of family {model.family}; expected null: such layers can be trained "
+            f"for {', '.join(PREDICTIONS)}, and are copied unchanged for others"
         )
     elif found != 1:
         yield (
@@ -318,33 +317,34 @@ def mtp_problems_of_models(
     elif model.tied_embeddings and grids["actor"].pp > 1:
         yield (
             f"actor.parallel.pp: got {grids['actor'].pp} with {MTP} and tied embeddings; expected 1: the last stage "
-            "would need the embedding for its tokens too"
+            "would also need the embedding"
         )
 
 
-# What model.router_replay may be asked for.
+# The settings of model.router_replay.
 
 
 def replay_problems(config: Config) -> Iterator[str]:
-    """Sentences with the key, the reason, and what is expected in its place."""
+    """Yields the problems of model.router_replay found from the config alone."""
     algorithm, mode = algorithm_of(config), config.model.router_replay
     if mode == "off" or not algorithm.trains:
         return
     given = f"model.router_replay: got {mode}"
     if not algorithm.generates:
-        yield f"{given} with algorithm {algorithm.name}, whose samples no engine draws; expected off"
+        yield f"{given} with algorithm {algorithm.name}, which uses no samples of an engine; expected off"
     elif mode == "recompute" and not algorithm.needs_actor_logprobs():
         yield (
-            f"{given}, but the actor computes no old log-probs, whose choice of experts that would be, with "
-            f"loss.old_logprobs {config.loss.old_logprobs} and algorithm {algorithm.name}; expected loss.old_logprobs: "
-            "actor, or model.router_replay: rollout or off"
+            f"{given}, but with loss.old_logprobs {config.loss.old_logprobs} and algorithm {algorithm.name} the actor "
+            "computes no old log-probs, so there are no choices to replay; expected loss.old_logprobs: actor, or "
+            "model.router_replay: rollout or off"
         )
 
 
 def replay_problems_of_models(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """As `replay_problems`, of the placed models. Role inference is in `grids` where it is not the actor itself."""
+    """Yields the problems of model.router_replay with the placed models. Role inference is in `grids` unless it has the
+    actor's ranks and layout."""
     mode = config.model.router_replay
     if mode == "off" or not algorithm_of(config).trains:
         return
@@ -352,24 +352,27 @@ def replay_problems_of_models(
         yield f"model.router_replay: got {mode}; expected off: the model in {config.model.path} has no experts"
     elif mode == "recompute" and "inference" in grids:
         yield (
-            "model.router_replay: got recompute with role inference, whose ranks would choose the experts that the "
-            "actor's are to use; expected rollout or off, or no inference in placement"
+            "model.router_replay: got recompute with role inference, whose ranks cannot send their choices of experts "
+            "to the actor; expected rollout or off, or no inference in placement"
         )
 
 
-# What a config may ask for with the models that it names, on the grids that its placement makes.
+# Models on the grids of a placement.
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""That its buffers have settings for (deep_ep, Buffer.get_dispatch_config)."""
+"""Numbers of ranks with settings for DeepEP's buffers (deep_ep, Buffer.get_dispatch_config)."""
 DEEPEP_ELEMENTS = 8
-"""Of bfloat16, in the 16 bytes that it copies at a time."""
+"""Number of bfloat16 elements in the 16 bytes that DeepEP copies at a time."""
 
 
 def check_against_architecture(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> None:
-    """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
-    model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
+    """Refuses models without an engine, grids that do not divide the model or the batch, and texts too long for a
+    model.
+
+    `architectures` are by role. The actor's is the one of model.path. Raises ConfigError.
+    """
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     problems += adapted_model_problems(config, architectures)
     problems += replay_problems_of_models(config, grids, architectures)
@@ -404,7 +407,7 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     if architecture.vocab_size < architectures["actor"].vocab_size:
         yield (
             f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "
-            f"{architectures['actor'].vocab_size} of model.path, whose tokens it is to evaluate"
+            f"{architectures['actor'].vocab_size} of model.path, because it evaluates these tokens"
         )
     texts = [longest_text(config)]
     if role == ("evaluation" if config.evaluates_apart else "rollout"):
@@ -412,13 +415,13 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     for longest, sizes in texts:
         if longest > architecture.max_positions:
             yield (
-                f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a sum of at most "
-                "that"
+                f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a smaller or "
+                "equal sum"
             )
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
-    """Of an engine that reads other texts than the policy's samples."""
+    """Yields the problem of an engine whose texts are not the policy's samples."""
     if DECLARED[role].model == "served":
         longest = getattr(config, role).max_context_tokens
         if longest > architecture.max_positions:
@@ -429,7 +432,7 @@ def _context_problems(config: Config, role: str, architecture: Architecture) -> 
 
 
 def _stop_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
-    """Of the tokens that end what a model draws."""
+    """Yields the problem of stop tokens outside a model's vocabulary."""
     sampling = config.judge.sampling if role == "judge" else config.rollout.sampling
     key = "judge" if role == "judge" else "rollout"
     beyond = [token for token in sampling.stop_token_ids if token >= architecture.vocab_size]
@@ -441,7 +444,7 @@ def _stop_problems(config: Config, role: str, architecture: Architecture) -> Ite
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Every replica needs a prompt group in each of its batches; an evaluation shares out what there is."""
+    """Yields roles with more replicas than prompt groups in a batch. Evaluations are exempt."""
     if not algorithm_of(config).trains:
         return
     batch, blocks = config.batch, RunShape.of(config).prompt_blocks
@@ -454,16 +457,18 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
             of += f" in {blocks} blocks for mini-batches" if blocks > 1 else ""
         if groups < grid.dp:
             yield (
-                f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives "
-                f"{groups} prompts to share out; expected at least {grid.dp} prompts, or fewer ranks"
+                f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives them "
+                f"{groups} prompts; expected at least {grid.dp} prompts, or fewer ranks"
             )
 
 
 def _balance_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """Keys that would do nothing, as no model that is trained has what they are about. Where none is, they may be those
-    of the run whose checkpoint is evaluated."""
+    """Yields keys of expert balancing without effect on any trained model.
+
+    Without training they are not checked, since they may belong to the run of the evaluated checkpoint.
+    """
     if not algorithm_of(config).trains:
         return
     found = [architectures[role].moe for role in trained_roles() if role in grids]
@@ -471,11 +476,11 @@ def _balance_problems(
     for name, about, is_there in (
         ("aux_loss_coef", "experts", any(found)),
         ("z_loss_coef", "experts", any(found)),
-        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's and glm4_moe's are", with_biases),
+        ("bias_update_rate", "experts chosen by a bias, like deepseek_v3 and glm4_moe", with_biases),
     ):
         value = getattr(config.model.moe, name)
         if value and not is_there:
-            yield f"model.moe.{name}: got {value}; expected 0: no model that is trained has {about}"
+            yield f"model.moe.{name}: got {value}; expected 0: no trained model has {about}"
 
 
 def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
@@ -504,7 +509,7 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
     elif num_layers < num_chunks:
         yield (
             f"{key}.pp: got {grid.pp} with vpp {grid.vpp}, which makes {num_chunks} chunks of the model's {num_layers} "
-            "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for those without any"
+            "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for empty chunks"
         )
 
 
@@ -512,28 +517,28 @@ def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Archi
     path, key = config.checkpoint_of(role)
     if grid.is_sharded and architecture.moe and architecture.moe.score == "sigmoid":
         yield (
-            f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
-            "of transformers' model and would not be sharded; expected megatron"
+            f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias, which is no "
+            "parameter of transformers' model and cannot be sharded; expected megatron"
         )
     if grid.is_sharded and architecture.family in UNTOLD_FAMILIES:
         yield (
-            f"{role}.backend: got fsdp, but transformers' {architecture.family}, which the model in {path} ({key}) is, "
-            "does not tell its attention which tokens are of one sample; expected megatron"
+            f"{role}.backend: got fsdp, but the model in {path} ({key}) is {architecture.family}, whose attention in "
+            "transformers cannot separate packed samples; expected megatron"
         )
     if architecture.unlisted and architecture.head == "value" and not architecture.unlisted.classifier:
-        yield f"{key}: the model in {path} has no classifier in transformers, which a score would be saved as"
+        yield f"{key}: the model in {path} has no classifier in transformers, so a score model cannot be saved"
 
 
 def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     if grid.cp == 1:
         return
     if architecture.num_experts and grid.is_sharded:
-        yield f"{key}.cp: got {grid.cp}; expected 1: backend fsdp shares out the sequences of dense models alone"
+        yield f"{key}.cp: got {grid.cp}; expected 1: backend fsdp splits sequences only for dense models"
     if config.model.cp_communication != "all_to_all" and not grid.is_sharded:
         return
     how, remedy = "model.cp_communication all_to_all", ", or model.cp_communication: auto"
     if grid.is_sharded:
-        how, remedy = "backend fsdp, by which ranks have all tokens of some heads", ""
+        how, remedy = "backend fsdp, whose ranks have all tokens of some heads", ""
     num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
     if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
         yield (
@@ -566,33 +571,34 @@ def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mappi
 def _dispatcher_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """What DeepEP has no kernels for."""
+    """Yields the problems of dispatcher deepep, which lacks kernels for some sizes."""
     if config.model.moe.dispatcher != "deepep":
         return
     given = "model.moe.dispatcher: got deepep"
     found = [role for role in grids if role in model_roles() and architectures[role].moe]
     if found and config.model.dtype != "bfloat16":
         yield (
-            f"{given} with model.dtype {config.model.dtype}; expected alltoall, or model.dtype bfloat16: it sends "
-            "nothing else"
+            f"{given} with model.dtype {config.model.dtype}; expected alltoall, or model.dtype bfloat16, the only "
+            "dtype that deepep sends"
         )
     for role in found:
         num_ranks, key = grids[role].ep * (grids[role].etp or grids[role].tp), config.parallel_of(role)[1]
         if num_ranks > 1 and num_ranks not in DEEPEP_RANKS:
             closest = min(DEEPEP_RANKS, key=lambda n: (abs(n - num_ranks), n))
             yield (
-                f"{given}, and {key} has {num_ranks} ranks share a layer's experts (ep x etp), for which it has no "
-                f"buffers; expected alltoall, or a number that it has: the nearest is {closest}"
+                f"{given}, but {key} makes {num_ranks} ranks share a layer's experts (ep x etp), and deepep has no "
+                f"buffers for this number; expected alltoall, or another number: the nearest is {closest}"
             )
         if architectures[role].hidden_size % DEEPEP_ELEMENTS:
             yield (
-                f"{given}, and the model of role {role} has a hidden size of {architectures[role].hidden_size}; "
-                f"expected alltoall: it sends multiples of {DEEPEP_ELEMENTS} elements"
+                f"{given}, but the model of role {role} has a hidden size of {architectures[role].hidden_size}; "
+                f"expected alltoall, since deepep sends multiples of {DEEPEP_ELEMENTS} elements"
             )
 
 
 def _shares_of_nothing(key: str, grid: Grid, borrower: str) -> Iterator[str]:
-    """Of a model without experts; `borrower` is its role, where that has another role's parallel sizes."""
+    """Yields the problems of expert parallelism without experts. `borrower` is a role with another role's parallel
+    sizes."""
     whose, remedy = (f"the model of role {borrower}", f", or {borrower}.parallel") if borrower else ("the model", "")
     for name, size, none in (("ep", grid.ep, "1"), ("etp", grid.etp or 1, "null")):
         if size > 1:

@@ -1,4 +1,4 @@
-"""How a process of a failing job ends: with one message for all ranks."""
+"""Ends a process of a failing job, with one message for all ranks."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from rltrain.errors import FAILED, USER_ERROR, UserError
 from rltrain.runtime.heartbeat import INTERVAL_S, Beat, Board
 from rltrain.runtime.machine import has_ended, host_of, leave_for_launcher
 
-# Waiting at the store itself, which answers once a key is there: no looks, however many ranks wait.
+# Waits inside the store, without polling. The store answers once a key is set, however many ranks wait.
 
 
 def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
-    """Until all `keys` are in the store, but no longer than `seconds`; whether they are.
+    """Waits until all `keys` are in the store, for at most `seconds`. Returns whether they are.
 
-    Until then the connection serves nobody else.
+    The connection serves no other call in the meantime.
     """
-    until_there = store.wait  # a line that calls it by that name would make this a transfer (stacks.py)
+    until_there = store.wait  # heartbeat.communicates would take a line with ".wait(" for a transfer
     try:
         until_there([*keys], timedelta(seconds=max(seconds, 0.001)))
     except dist.DistStoreError:
@@ -34,36 +34,37 @@ def wait_briefly(store: dist.Store, keys: Sequence[str], seconds: float) -> bool
     return True
 
 
-# How a process of a failing job ends: with one message for all ranks, whoever finds the failure first.
+# The end of a process of a failing job. One message serves all ranks, for any number of failures at a time.
 
 MESSAGE_GRACE_S = 5.0
 QUIET_GRACE_S = 3.0
 HEARD_OF_WITHIN_S = 4 * INTERVAL_S
-"""A rank that runs publishes a heartbeat meanwhile."""
+"""Seconds within which a running rank publishes a heartbeat."""
 LOOK_S = 0.2
 
 BROKEN_CONNECTION = re.compile(r"connection (closed|reset|broke|refused)|broken pipe|ncclRemoteError", re.IGNORECASE)
-"""What gloo and NCCL say to those who are connected with a process that ends."""
+"""Errors of gloo and NCCL on ranks connected with a process that ends."""
 
 NEAR, CLAIMED, FAILURE, PRINTED = "end_is_near", "failure_claimed", "failure", "failure_printed"
 
 
 class Ending:
-    """Ends this process, and with it the job. Nothing is torn down: others may still use the process groups.
+    """Ends this process, and with it the job. It tears nothing down, since other ranks may still use the process
+    groups.
 
-    The first rank to fail has the message. It prints it, and leaves it for torchrun's summary, which comes last on the
-    screen. Then it stays until the others have closed their mouths (`follow`, which every watchdog calls): a broken
-    connection makes transports talk. Those of its own launcher end well, so that the summary has one failure.
+    The first rank to fail has the message. It prints it, and leaves it for torchrun's summary at the end of the screen.
+    It stays until the others are silent (`follow`, called by every watchdog), because a broken connection makes
+    transports print errors. Other ranks of its launcher exit with status 0, so the summary shows one failure.
 
-    From any thread; one at a time, and no other comes after it.
+    Usable from any thread. Only one thread can end the process.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, num_ranks: int, doing: Callable[[], str] = lambda: "is at its start"
     ) -> None:
-        """`store` is for calls from any thread: World.background. `doing` says what this rank does, in words.
+        """`store` is World.background, usable from any thread. `doing` returns this rank's activity in words.
 
-        `way_on`, which may be set later, says how the run goes on where ranks are lost.
+        `way_on` may be set later. It returns how the run continues if ranks are lost.
         """
         self.way_on: Callable[[], str] | None = None
         self.store = store
@@ -72,7 +73,8 @@ class Ending:
         self.doing = doing
 
     def by(self, error: BaseException, thread: str = "") -> NoReturn:
-        """The message of a UserError, the traceback of any other `error`; `thread` is in whose name it was raised."""
+        """Ends with the message of a UserError, or with the traceback of any other `error`. `thread` is the failed
+        thread."""
         if isinstance(error, UserError):
             message = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
             self.with_message(message, USER_ERROR, summary=message)
@@ -86,9 +88,10 @@ class Ending:
     def with_message(
         self, message: str, status: int, *, summary: str = "", before_printing: Callable[[], None] = lambda: None
     ) -> NoReturn:
-        """Print `message` if no other rank has printed one yet; `summary`, by itself the same, is for torchrun's.
+        """Prints `message` unless another rank has printed one, and ends. `summary` (default: `message`) is for
+        torchrun.
 
-        Whoever prints calls `before_printing` first.
+        The printing rank calls `before_printing` first.
         """
         _this_thread_ends_the_process()
         try:
@@ -97,7 +100,7 @@ class Ending:
             self._without_store(error, f"\n{message}")
 
     def follow(self) -> NoReturn:
-        """Another rank ends the job: say nothing more, and end."""
+        """Ends silently, because another rank ends the job."""
         _this_thread_ends_the_process()
         try:
             self._follow(json.loads(self.store.get(FAILURE)))
@@ -105,11 +108,11 @@ class Ending:
             _exit(FAILED)
 
     def come_near(self) -> None:
-        """This rank is about to end the job."""
+        """Announces that this rank is about to end the job."""
         self.store.set(NEAR, "1")
 
     def told_way_on(self) -> str:
-        """Returns the end of a message on how the run goes on; empty where nobody knows."""
+        """Returns the end of a message with the way to continue the run. Empty if unknown."""
         return f"; {self.way_on()}" if self.way_on else ""
 
     @property
@@ -119,14 +122,14 @@ class Ending:
 
     def _with_message(self, message: str, status: int, summary: str, before_printing: Callable[[], None]) -> NoReturn:
         self.come_near()
-        self._follow_whoever_was_first()
+        self._follow_first()
         others = self._running()
         lost = [beat for beat in others if has_ended(beat.process)]
         if not lost and BROKEN_CONNECTION.search(message):
             lost = self._not_heard_of(others)
         if lost:
             summary = f"{_name(lost)}{self.told_way_on()}"
-            message = f"{summary}. What rank {self.rank} saw of it:\n{message}"
+            message = f"{summary}. The error on rank {self.rank}:\n{message}"
         mine = {
             "rank": self.rank,
             "launcher": _launcher(),
@@ -139,19 +142,20 @@ class Ending:
         before_printing()
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
         leave_for_launcher(summary)
-        _close_mouth()  # this rank's other threads run on
+        _discard_output()  # this rank's other threads still run
         self.store.set(PRINTED, "1")
         wait_briefly(self.store, [_quiet(beat.rank) for beat in others if beat not in lost], QUIET_GRACE_S)
         _exit(status)
 
-    def _follow_whoever_was_first(self) -> None:
-        """Return on the first rank to come here, and where that was killed on its way."""
+    def _follow_first(self) -> None:
+        """Follows the first rank to come here. Returns on the first rank itself, or if the first one was killed on its
+        way."""
         first = self.store.compare_set(CLAIMED, "", str(self.rank)).decode()
         if first != str(self.rank) and wait_briefly(self.store, [FAILURE], MESSAGE_GRACE_S + HEARD_OF_WITHIN_S):
             self._follow(json.loads(self.store.get(FAILURE)))
 
     def _follow(self, failure: dict[str, Any]) -> NoReturn:
-        _close_mouth()
+        _discard_output()
         self.store.set(_quiet(self.rank), "1")
         if not wait_briefly(self.store, [PRINTED], 2 * MESSAGE_GRACE_S):
             _exit(failure["status"])
@@ -161,12 +165,13 @@ class Ending:
         _exit(failure["status"])
 
     def _running(self) -> list[Beat]:
-        """The last beats of the other ranks that have begun and are not done."""
+        """Returns the last beats of the other ranks that have begun and are not done."""
         beats = Board(self.store).read([rank for rank in range(self.num_ranks) if rank != self.rank])
         return [beat for beat in beats.values() if beat.alive and not beat.finished]
 
     def _not_heard_of(self, beats: list[Beat]) -> list[Beat]:
-        """Those of `beats` that no later one comes after soon: of ranks on other machines nothing else tells here."""
+        """Returns those of `beats` without a newer one after a while. Nothing else shows the end of a rank on another
+        machine."""
         deadline = time.monotonic() + HEARD_OF_WITHIN_S
         while beats and time.monotonic() < deadline:
             time.sleep(LOOK_S)
@@ -182,15 +187,15 @@ class Ending:
         return True
 
     def _without_store(self, error: dist.DistNetworkError, message: str = "") -> NoReturn:
-        """Nobody can be asked who prints."""
+        """Ends alone, because without the store the ranks cannot agree on one that prints."""
         end_alone(
-            f"rank {self.rank} on {platform.node()} {self.doing()}: the job's store is gone: torchrun, which has it, "
-            f"was ended on the first node, {first_node()} ({first_line(error)}){message}"
+            f"rank {self.rank} on {platform.node()} {self.doing()}: the job's store is gone, because torchrun has "
+            f"ended on the first node, {first_node()} ({first_line(error)}){message}"
         )
 
 
 def end_alone(message: str) -> NoReturn:
-    """End this process where no other can be asked who prints `message`: the first rank of every node does."""
+    """Ends this process without asking other ranks. The first rank of every node prints `message`."""
     _this_thread_ends_the_process()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
@@ -199,7 +204,7 @@ def end_alone(message: str) -> NoReturn:
 
 
 def end_quietly() -> NoReturn:
-    """End this process at once and well, without tearing anything down."""
+    """Ends this process at once with status 0, without tearing anything down."""
     _exit(0)
 
 
@@ -207,7 +212,7 @@ _the_end = threading.RLock()
 
 
 def _this_thread_ends_the_process() -> None:
-    """Another one that comes to its end as well stays here, until the process is gone."""
+    """Blocks any other thread that wants to end the process, until the process is gone."""
     _the_end.acquire()
 
 
@@ -217,8 +222,8 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _close_mouth() -> None:
-    """Whatever a library still says, in C++ too, it says to nobody."""
+def _discard_output() -> None:
+    """Discards all further output of libraries, including C++."""
     sys.stdout.flush()
     sys.stderr.flush()
     nobody = os.open(os.devnull, os.O_WRONLY)
@@ -227,7 +232,7 @@ def _close_mouth() -> None:
 
 
 def _launcher() -> str:
-    """By which torchrun agents of a job differ."""
+    """Returns the index of this rank's torchrun agent in the job."""
     return os.environ.get("GROUP_RANK", "0")
 
 
@@ -237,12 +242,12 @@ def _quiet(rank: int) -> str:
 
 def _name(lost: list[Beat]) -> str:
     names = "; ".join(f"rank {beat.rank} on {host_of(beat.process)}, last known to be at {beat}" for beat in lost)
-    return f"killed, as for want of memory, or crashed without a message: {names}"
+    return f"killed (for example for lack of memory) or crashed without a message: {names}"
 
 
 def first_node() -> str:
-    """Its address, as torchrun was told."""
-    return os.environ.get("MASTER_ADDR", "which torchrun has named")
+    """Returns the first node's address as given to torchrun."""
+    return os.environ.get("MASTER_ADDR", "of unknown address")
 
 
 def first_line(error: BaseException) -> str:

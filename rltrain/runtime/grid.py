@@ -1,4 +1,4 @@
-"""The grid of one role: its ranks by parallelism, and the layers of each pipeline stage."""
+"""The grid of one role: its ranks by kind of parallelism, and the layers of each pipeline stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from functools import cached_property
 
 import numpy as np
 
-# How a model's layers are shared out over the stages of a pipeline.
+# The layers of each stage of a pipeline.
 
 
 def planned_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Layers of each of as many consecutive chunks of a model.
+    """Returns the number of layers in each of `num_chunks` consecutive chunks of a model.
 
-    As many in each where they divide; else the embedding and the loss count as a layer each, and those with fewer come
-    last and first, where one is. ValueError where there are fewer layers than chunks.
+    If the layers do not divide evenly, the embedding and the loss count as one layer each. Chunks with fewer layers are
+    then at the ends, the last chunk before the first. Raises ValueError if there are fewer layers than chunks.
     """
     if num_layers < num_chunks:
-        raise ValueError(f"{num_layers} layers cannot be shared out over {num_chunks} chunks of a pipeline")
+        raise ValueError(f"{num_layers} layers cannot be divided among {num_chunks} chunks of a pipeline")
     if num_layers % num_chunks == 0:
         return (num_layers // num_chunks,) * num_chunks
     ends = [(number == 0) + (number == num_chunks - 1) for number in range(num_chunks)]
@@ -28,7 +28,8 @@ def planned_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def checked_layers(given: Sequence[int], num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """`given` as the layers of pp * vpp chunks; ValueError where they are not that many that sum up to `num_layers`."""
+    """Returns `given` as the layers of pp * vpp chunks. Raises ValueError unless it has as many numbers, of sum
+    `num_layers`."""
     if len(given) != pp * vpp or sum(given) != num_layers or min(given) < 0:
         raise ValueError(
             f"layers_per_stage is {list(given)}; expected {pp * vpp} numbers (pp {pp} x vpp {vpp}) that sum up to the "
@@ -37,12 +38,12 @@ def checked_layers(given: Sequence[int], num_layers: int, pp: int, vpp: int) -> 
     return tuple(given)
 
 
-# The grid of one role: which of its ranks plays which part in tensor, pipeline, context and data parallelism.
+# The ranks of one role by tensor, pipeline, context and data parallelism.
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in its role's grid; every index starts at 0."""
+    """A rank's indices in the grid of its role. Each starts at 0."""
 
     tp: int
     cp: int
@@ -52,7 +53,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """A rank's place among those that share out the experts of its pipeline stage."""
+    """A rank's indices among the ranks that share the experts of its pipeline stage."""
 
     etp: int
     ep: int
@@ -61,14 +62,15 @@ class ExpertCoordinates:
 
 @dataclass(frozen=True)
 class Grid:
-    """`ranks` (any subset of the world, in rank order) laid out as tp x cp x dp x pp, tp varying fastest.
+    """`ranks` (any subset of the world, in rank order) in the shape tp x cp x dp x pp, with tp varying fastest.
 
-    This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp: placement checks it first.
-    Experts lie on the ranks of each pipeline stage as etp x ep x expert dp, etp varying fastest: ep shares hold whole
-    experts, each cut over etp ranks (None: as many as tp). Those of an engine lie on its tp ranks: ep x etp is tp.
+    This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp, as the placement checks
+    first. The ranks of each pipeline stage share its experts as etp x ep x expert dp, with etp varying fastest. Each of
+    the ep shares has whole experts, split over etp ranks (None: the same number as tp). An engine's experts are on its
+    tp ranks, so ep x etp is tp.
 
-    A model's layers are cut into pp * vpp chunks: chunk v of pipeline stage s is the (v * pp + s)-th in the order of
-    depth, in which `layers_per_stage` has the layers of each (None: as cluster.stages plans them).
+    A model's layers are split into pp * vpp chunks. Chunk v of pipeline stage s has depth v * pp + s.
+    `layers_per_stage` has the layers of each chunk in the order of depth (None: those of `planned_layers`).
     """
 
     ranks: tuple[int, ...]
@@ -80,17 +82,17 @@ class Grid:
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     copies: int | None = None
-    """Of a model that is sharded over data and context parallelism too: consecutive ranks, as many as this says times,
-    share one. None: a model that is not."""
+    """Number of copies of a model sharded over all ranks. Each copy has equally many consecutive ranks. None if not
+    sharded in this way."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether none of its replicas computes without the others."""
+        """Whether a replica needs the shards of other replicas to compute."""
         return self.copies is not None
 
     @cached_property
     def sharded_array(self) -> np.ndarray:
-        """World ranks, shape [copies, shards]. ValueError where the ranks do not divide."""
+        """World ranks, shape [copies, shards]. Raises ValueError if the ranks do not divide."""
         return np.array(self.ranks, dtype=np.int64).reshape(self.copies or 1, -1)
 
     @property
@@ -98,7 +100,8 @@ class Grid:
         return len(self.ranks) // (self.tp * self.pp * self.cp)
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """By depth, of the pp * vpp chunks of a model with as many layers. ValueError where they cannot be."""
+        """Returns the layers of the pp * vpp chunks of a model, in the order of depth. Raises ValueError if they do not
+        fit."""
         if self.layers_per_stage is None:
             return planned_layers(num_layers, self.pp * self.vpp)
         return checked_layers(self.layers_per_stage, num_layers, self.pp, self.vpp)
@@ -114,7 +117,7 @@ class Grid:
 
     @cached_property
     def expert_array(self) -> np.ndarray:
-        """World ranks, shape [pp, expert dp, ep, etp]. ValueError where ep x etp does not divide a stage's ranks."""
+        """World ranks, shape [pp, expert dp, ep, etp]. Raises ValueError if ep * etp does not divide a stage."""
         etp = self.etp or self.tp
         stage = self.array.reshape(self.pp, -1)
         if stage.shape[1] % (self.ep * etp):
@@ -129,23 +132,24 @@ class Grid:
         return ExpertCoordinates(etp=etp, ep=ep, dp=dp)
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """The ranks that together hold one copy of the model and work on the same data."""
+        """Returns the ranks of one copy of the model. They work on the same data."""
         return self._replicas[dp]
 
     @cached_property
     def _replicas(self) -> list[tuple[int, ...]]:
-        """By data-parallel index."""
+        """The ranks of each replica, by data-parallel index."""
         return [tuple(row) for row in self.array.transpose(1, 0, 2, 3).reshape(self.dp, -1).tolist()]
 
     def owner(self, dp: int) -> int:
-        """The rank that speaks for a replica: last pipeline stage (it has the outputs), first tp and cp rank."""
+        """Returns the leader of a replica: the first tp and cp rank of the last pipeline stage. It has the model's
+        outputs."""
         return int(self.array[-1, dp, 0, 0])
 
     def owners(self) -> tuple[int, ...]:
         return tuple(self.owner(dp) for dp in range(self.dp))
 
     def lists(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Rank lists of all groups that vary along `axes` ("tp", "cp", "dp", "pp") and are fixed along the others."""
+        """Returns the rank lists that vary along `axes` ("tp", "cp", "dp", "pp") and are fixed along the others."""
         names = ("pp", "dp", "cp", "tp")
         return lists_along(self.array, *map(names.index, axes))
 
@@ -159,6 +163,5 @@ def lists_along(ranks: np.ndarray, *axes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def job_leader(grids: Mapping[str, Grid]) -> int:
-    """The rank that speaks for the job whose roles have these grids: that of the actor, or where nothing is trained
-    that of the rollout."""
+    """Returns the leader of the job: the actor's, or the rollout's if nothing is trained."""
     return grids.get("actor", grids.get("rollout", next(iter(grids.values())))).owner(0)

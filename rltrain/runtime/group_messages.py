@@ -1,7 +1,7 @@
-"""Bytes and JSON that the ranks of a process group tell each other, as tensors: nothing is unpickled.
+"""Bytes and JSON between the ranks of a process group, sent as tensors. Nothing is unpickled.
 
-Each function is collective over its `group`; with None a rank is alone. `device` is where the group's backend wants its
-tensors: the host for gloo, the rank's GPU for NCCL.
+Collective over: the ranks of `group`, for each function. With None a rank is alone. `device` is the device of tensors
+for the group's backend: the host for gloo, the rank's GPU for NCCL.
 """
 
 import json
@@ -18,9 +18,9 @@ FIRST_BYTES, SIZE_BYTES = 1024, 8
 def broadcast_bytes(
     data: bytes, group: dist.ProcessGroup | None, *, source: int = 0, device: torch.device | str = "cpu"
 ) -> bytes:
-    """Returns the bytes of rank `source` of the group on every rank; those of the others are ignored.
+    """Returns the bytes of rank `source` of the group on every rank. The bytes of other ranks are ignored.
 
-    What fits into FIRST_BYTES takes one message, anything else two.
+    Up to FIRST_BYTES take one message, more take two.
     """
     if group is None or group.size() == 1:
         return data
@@ -46,7 +46,7 @@ def _broadcast(data: Tensor, group: dist.ProcessGroup, source: int, device: torc
 def broadcast_json(
     value: Any, group: dist.ProcessGroup | None, *, source: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """Returns the JSON value of rank `source` of the group on every rank; numbers arrive with all their digits."""
+    """Returns the JSON value of rank `source` of the group on every rank. Numbers keep all their digits."""
     if group is None or group.size() == 1:
         return value
     text = json.dumps(value).encode() if group.rank() == source else b""
@@ -61,7 +61,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns the tensors of every rank, by rank of the group. They may differ in their first dimension alone."""
+    """Returns the tensors of every rank, by rank of the group. They may differ in their first dimension only."""
     size = torch.tensor([len(rows)], device=rows.device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)

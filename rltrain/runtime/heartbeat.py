@@ -1,4 +1,4 @@
-"""What every rank is doing, published by a thread, and where its time goes."""
+"""Publishes each rank's activity from a thread, and measures the time of its tasks."""
 
 import json
 import linecache
@@ -16,48 +16,48 @@ import torch.distributed as dist
 
 from rltrain.runtime.machine import JobThread, this_process
 
-# Where the time of a rank's tasks goes: into work, or into waits for others.
+# The time of a rank's tasks: work, or waits for other ranks.
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""(what is waited for) -> a context around the wait."""
+"""Takes the name of a wait. Returns a context around it."""
 
 
 def unnoted(what: str) -> AbstractContextManager[object]:
-    """For whoever waits where nobody asks how long."""
+    """Returns an empty context, for waits that are not measured."""
     return nullcontext()
 
 
 @dataclass
 class TaskTime:
-    """Seconds of one task: of its own work, and of waits within it; none of another task done in the middle of it."""
+    """Seconds of one task: its own work, and its waits. Another task inside it does not count."""
 
     work_s: float = 0.0
     wait_s: float = 0.0
 
 
 class TaskClock:
-    """For one thread. Every moment counts once: to the innermost task or wait that is under way.
+    """Counts every moment once, for the innermost task or wait under way. For one thread.
 
-    `span`, where set, makes the span of a wait in a trace: (what is waited for, category "wait", task=the task's name).
+    If `span` is set, it makes the span of a wait in a trace: (name of the wait, category "wait", task=the task's name).
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.span: Callable[..., AbstractContextManager[Any]] | None = None
         self._clock = clock
         self._under_way: list[tuple[str, TaskTime, bool]] = []
-        """Task, its time, and whether it is a wait within it; the innermost last."""
+        """Task, its time, and whether it is a wait. The innermost is last."""
         self._counted_to = 0.0
 
     @contextmanager
     def task(self, name: str) -> Iterator[TaskTime]:
-        """Inside, a task is under way; its time is complete afterwards."""
+        """A task is under way inside this context. Its time is complete afterwards."""
         time_of_task = TaskTime()
         with self._inside(name, time_of_task, waits=False):
             yield time_of_task
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Inside, the innermost task waits. Outside of tasks nothing is noted."""
+        """The innermost task waits inside this context. Outside of tasks nothing is counted."""
         name, time_of_task, waits = self._under_way[-1] if self._under_way else ("", TaskTime(), True)
         if waits:
             yield
@@ -77,7 +77,7 @@ class TaskClock:
             self._under_way.pop()
 
     def _count(self) -> None:
-        """Add what has passed since the last call to what is under way."""
+        """Adds the time since the last call to the innermost task or wait."""
         now = self._clock()
         if self._under_way:
             _, time_of_task, waits = self._under_way[-1]
@@ -88,21 +88,21 @@ class TaskClock:
         self._counted_to = now
 
 
-# What the threads of this process are doing, from their Python stacks.
+# Activities of this process's threads, from their Python stacks.
 
 COMMUNICATING_MODULES = (
     "torch.distributed",
     "megatron.core.pipeline_parallel.p2p_communication",
     "megatron.core.tensor_parallel.mappings",
 )
-"""A thread whose innermost Python frame is here is inside a collective or a transfer."""
+"""A thread with its innermost Python frame in one of these is inside a collective or a transfer."""
 
 COMMUNICATING_CALLS = (".wait(", "torch.cuda.synchronize(", "wait_stream(")
-"""As is one that stands on a line with one of these: work handles are waited for wherever they are kept."""
+"""A thread at a line with one of these is, too. Work handles can be awaited anywhere."""
 
 
 def main_thread_communicates() -> bool:
-    """Whether the main thread is inside a collective or a transfer, as far as its stack tells."""
+    """Returns whether the main thread is inside a collective or a transfer, judged by its Python stack."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and communicates(frame)
 
@@ -111,14 +111,14 @@ def communicates(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     if any(module == known or module.startswith(f"{known}.") for known in COMMUNICATING_MODULES):
         return True
-    number: int | None = frame.f_lineno  # None in a bytecode that stands for no line
-    lines = linecache.getlines(frame.f_code.co_filename) or []  # None for code that a library has made up
+    number: int | None = frame.f_lineno  # None for bytecode without a line
+    lines = linecache.getlines(frame.f_code.co_filename) or []  # None for code generated by a library
     line = "".join(lines[number - 1 : number]) if number else ""
     return any(call in line for call in COMMUNICATING_CALLS)
 
 
 def describe_threads() -> str:
-    """The Python stacks of all threads, the main one first and innermost call last."""
+    """Returns the Python stacks of all threads, the main one first and the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -127,17 +127,17 @@ def describe_threads() -> str:
     )
 
 
-# What every rank is doing and whether it gets on, published by a thread so that others may look at any time.
+# Activity and progress of every rank. A thread publishes them, so other ranks can read them at any time.
 
 INTERVAL_S = 1.0
 KEYS_AT_ONCE = 64
-"""Of one call of the store, whose server reads 4 kB of it at a time, each time from its beginning again: 4,096 keys at
-once take it 31 ms, 64 at a time 5 ms."""
+"""Keys per call of the store. Its server reads 4 kB at a time and parses the request from its start each time. It needs
+31 ms for 4,096 keys in one call, and 5 ms in calls of 64."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits at `what` for other ranks: `ranks`, or where there are none of them named, for any other."""
+    """A wait of a rank at `what` for `ranks`, or for any other rank if `ranks` is empty."""
 
     what: str
     ranks: tuple[int, ...]
@@ -146,34 +146,34 @@ class Wait:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank said of itself. Times are seconds since the epoch by its own clock."""
+    """A rank's report of its activity. Times are seconds since the epoch by its own clock."""
 
     rank: int
     task: str = "starting"
     role: str = ""
-    """The role or roles for which it does the task, in words."""
+    """The role or roles of the task, in words."""
     step: int | None = None
     chunk: int = 0
     position: int | None = None
-    """Of the task in the order of tasks, which is the same on all ranks; None for one done out of turn."""
+    """Position of the task in the order of tasks, equal on all ranks. None for a task out of turn."""
     since: float = 0.0
     progress: int = 0
-    """Grows with whatever gets done: tasks, tokens, micro-batches, bytes."""
+    """Grows with all finished work: tasks, tokens, micro-batches, bytes."""
     still_s: float = 0.0
-    """Seconds since it last grew, of those in which the process ran."""
+    """Seconds since `progress` last grew. Only time in which the process ran counts."""
     alive: int = 0
-    """Grows with every beat, as long as the process runs at all."""
+    """Grows with every beat while the process runs."""
     communicates: bool = False
-    """Its main thread is inside a collective or a transfer, as far as its Python stack tells."""
+    """Whether the main thread is inside a collective or a transfer, judged by its Python stack."""
     sequences: Mapping[str, int] | None = None
-    """Process group, by a name equal on its ranks -> collectives that this rank has begun in it."""
+    """Process group -> number of collectives begun by this rank. The names are equal on all ranks of a group."""
     wait: Wait | None = None
     process: str = ""
-    """In which the rank runs, as rltrain/runtime/machine.py names it."""
+    """The rank's process, by its name in rltrain/runtime/machine.py."""
     finished: bool = False
 
     def __str__(self) -> str:
-        """Such as "generate[3] (rollout)"."""
+        """Returns text such as "generate[3] (rollout)"."""
         step = "" if self.step is None else f"[{self.step}{f'.{self.chunk}' if self.chunk else ''}]"
         return f"{self.task}{step}" + (f" ({self.role})" if self.role else "")
 
@@ -189,10 +189,10 @@ class Beat:
 
 
 class Heartbeat:
-    """This rank's own. `begin` and `advance` set fields in memory: nothing is sent until the thread's next beat.
+    """This rank's heartbeat. `begin` and `advance` set fields in memory. The thread sends them with its next beat.
 
-    `sequences`, where set, is called at every beat for the collectives begun per process group. It must leave out
-    groups in which members begin unequal numbers of transfers.
+    If `sequences` is set, every beat calls it for the collectives begun per process group. It must leave out groups in
+    which members begin unequal numbers of transfers.
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class Heartbeat:
         interval_s: float = INTERVAL_S,
         put: Callable[[Beat], None] | None = None,
     ) -> None:
-        """The thread publishes by `put`, where others use `store` too: that serves one call at a time."""
+        """The thread publishes with `put`. Give one if other threads use `store` too, since it serves one call at a
+        time."""
         self.rank = rank
         self.interval_s = interval_s
         self.sequences: Callable[[], Mapping[str, int]] | None = None
@@ -219,14 +220,14 @@ class Heartbeat:
         self._thread: JobThread | None = None
 
     def start(self) -> None:
-        """Publish now, and every `interval_s` from a thread from now on. Once is enough."""
+        """Publishes at once, and then every `interval_s` from a thread. Further calls do nothing."""
         if self._thread is None:
             self.publish()
             self._thread = JobThread(target=self._run, daemon=True, name="heartbeat")
             self._thread.start()
 
     def finish(self) -> None:
-        """Say that this rank has done its part: nobody is to wait for it any more. Ends the thread."""
+        """Publishes that this rank is done, so no other waits for it any more. Ends the thread."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -244,18 +245,19 @@ class Heartbeat:
         *,
         position: int | None = None,
     ) -> None:
-        """This rank begins `task`, whose fields are as in Beat. That is progress too."""
+        """Begins `task`. The fields are those of Beat. This counts as progress."""
         self._task = Beat(self.rank, task, role, step, chunk, position, since=time.time())
         self.advance()
 
     def advance(self, amount: int = 1) -> None:
-        """Something got done. Concurrent calls may count as one, which does not matter: that it grows does."""
+        """Counts finished work. Concurrent calls may count as one. Only the growth matters."""
         self._progress += amount
         self._progressed_at = time.monotonic()
 
     @contextmanager
     def waiting(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Inside, this rank waits at `what` for `ranks` (none: any other). Of nested waits the inner one counts."""
+        """This rank waits at `what` for `ranks` inside this context (empty: any other rank). Of nested waits the inner
+        one counts."""
         entered = Wait(what, tuple(ranks), time.time())
         self._waits.append(entered)
         try:
@@ -267,8 +269,10 @@ class Heartbeat:
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """Inside, this rank does something out of turn, which it is to `begin` with no position: a joint task that
-        others need, in the middle of a task or wait of its own. Afterwards it is at that again.
+        """This rank does a task out of turn inside this context: a joint task needed by others, in the middle of a task
+        or wait.
+
+        Call `begin` for it without a position. Afterwards the outer task and waits are restored.
         """
         outer = self._task, self._waits
         self._waits = []
@@ -279,7 +283,7 @@ class Heartbeat:
             self.advance()
 
     def now(self) -> Beat:
-        """What would be published at this moment."""
+        """Returns the beat of this moment."""
         return replace(
             self._task,
             progress=self._progress,
@@ -292,7 +296,7 @@ class Heartbeat:
         )
 
     def publish(self) -> None:
-        """Publish now."""
+        """Publishes a beat at once."""
         with self._publishing:
             self._num_beats += 1
             self._put(self.now())
@@ -301,18 +305,18 @@ class Heartbeat:
         woken_at = time.monotonic()
         while not self._ended.wait(self.interval_s):
             slept_s, woken_at = time.monotonic() - woken_at, time.monotonic()
-            if slept_s > 2 * self.interval_s:  # the process, or its machine, stood still
+            if slept_s > 2 * self.interval_s:  # the process or its machine was stopped
                 self._progressed_at = min(self._progressed_at + slept_s - self.interval_s, woken_at)
             self.publish()
 
 
 def batched(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    """For calls of the store."""
+    """Returns parts of `ranks`, one for each call of the store."""
     return (ranks[first : first + KEYS_AT_ONCE] for first in range(0, len(ranks), KEYS_AT_ONCE))
 
 
 class Posted(NamedTuple):
-    """A beat as it stands in the store: `alive` can be read of thousands before the rest of one is."""
+    """A beat in its stored form. Reading `alive` of thousands of ranks needs no JSON."""
 
     rank: int
     alive: int
@@ -328,26 +332,26 @@ class Board:
     def __init__(self, store: dist.Store) -> None:
         self.store = dist.PrefixStore("heartbeat", store)
         self._come: set[int] = set()
-        """Ranks that have published one."""
+        """Ranks that have published a beat."""
 
     @staticmethod
     def line(beat: Beat) -> str:
-        """As it stands in the store."""
+        """Returns the stored form of a beat."""
         return f"{beat.alive} {beat.encoded()}"
 
     def put(self, beat: Beat) -> None:
         self.store.set(str(beat.rank), self.line(beat))
 
     def put_lines(self, lines: Mapping[int, str]) -> None:
-        """Those of several ranks, by one call."""
+        """Stores the lines of several ranks in one call."""
         self.store.multi_set([str(rank) for rank in lines], [*lines.values()])  # type: ignore[attr-defined]
 
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The beats of `ranks`; one that has published none yet is starting."""
+        """Returns the beats of `ranks`. A rank without a beat is starting."""
         return {posted.rank: posted.beat() for posted in self.posted(ranks)}
 
     def posted(self, ranks: Sequence[int]) -> list[Posted]:
-        """The same, as they stand there; those that have published none come first."""
+        """Returns the beats of `ranks` in their stored form. Ranks without a beat come first."""
         missing = self._missing([rank for rank in ranks if rank not in self._come])
         present = [rank for rank in ranks if rank not in missing]
         texts = [text for some in batched(present) for text in self.store.multi_get([str(rank) for rank in some])]

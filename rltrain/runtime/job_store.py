@@ -1,4 +1,4 @@
-"""Values that ranks leave for each other, waits for them, and who holds up the job."""
+"""Values that ranks leave for each other in the store, waits with a limit, and the search for the cause of a stall."""
 
 import hmac
 import json
@@ -21,41 +21,41 @@ from rltrain.runtime.heartbeat import INTERVAL_S, Beat, Board, Heartbeat, Posted
 from rltrain.runtime.machine import has_ended, host_of
 from rltrain.runtime.world import LOOPBACK, World
 
-# Who holds up the job: from what all ranks say of themselves to the one rank that a stall is due to. No communication.
+# The cause of a stall, found from the statuses of all ranks. No communication.
 #
-# A stall is that no rank shows progress for longer than a limit. As all ranks follow one order of tasks, whoever is
-# still at work at its lowest position is what the others wait for, directly or not.
+# In a stall no rank shows progress for longer than a limit. All ranks follow one order of tasks. So a rank still at
+# work at its lowest position holds up the others, directly or not.
 
 SILENT_S = 30.0
-"""A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
-Python's interpreter lock."""
+"""Seconds without a beat, or half of the shortest limit if that is less. The rank's process then does not run: it is
+stopped, or in a call that holds Python's interpreter lock."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank as one observer sees it, by the observer's own clock."""
+    """The status of a rank as seen by one observer, by the observer's own clock."""
 
     beat: Beat
     still_s: float
-    """Since it last got on."""
+    """Seconds since the rank's last progress."""
     silent_s: float
-    """Since its last beat."""
+    """Seconds since its last beat."""
 
     @property
     def works(self) -> bool:
-        """Neither done nor waiting for anybody by name."""
+        """Whether the rank is neither done nor waiting for named ranks."""
         return not self.beat.finished and self.beat.wait is None
 
 
 @dataclass(frozen=True)
 class Stall:
-    """`culprit` holds up `waiters`, the other ranks that have not finished, ascending."""
+    """A stall of the job. `culprit` holds up `waiters`: the other unfinished ranks, ascending."""
 
     culprit: RankStatus
     waiters: tuple[RankStatus, ...]
     limit_s: float
     is_silent: bool = False
-    """`culprit` does not run at all."""
+    """Whether the process of `culprit` does not run."""
 
     @property
     def rank(self) -> int:
@@ -70,7 +70,7 @@ class Stall:
                 "(stopped, or in a call that holds the interpreter lock)"
             )
         elif beat.wait is not None:
-            state += f": it waits at {beat.wait.what} for {_named(beat.wait.ranks)}, of whom nobody is at work any more"
+            state += f": it waits at {beat.wait.what} for {_named(beat.wait.ranks)}, but none of them is at work"
         by = "".join(f"; rank {w.beat.rank} {what_it_does(w.beat)}" for w in self.waiters[:MAX_WAITERS_NAMED])
         more = len(self.waiters) - MAX_WAITERS_NAMED
         return (
@@ -80,7 +80,7 @@ class Stall:
 
     @property
     def _host(self) -> str:
-        """Such as " on node7"; nothing where all are on one host, or its rank has not said yet."""
+        """Text such as " on node7". Empty if all ranks are on one host, or if the host is unknown."""
         hosts = {host_of(status.beat.process) for status in (self.culprit, *self.waiters)}
         host = host_of(self.culprit.beat.process)
         return f" on {host}" if host and len(hosts) > 1 else ""
@@ -88,7 +88,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that is not heard of any more, though others may get on without it."""
+    """A rank without a sign of life, even if other ranks still make progress."""
 
     culprit: RankStatus
     limit_s: float
@@ -106,16 +106,16 @@ MAX_WAITERS_NAMED = 4
 
 
 def what_it_does(beat: Beat) -> str:
-    """Such as "is at generate[3] (rollout)"."""
+    """Returns text such as "is at generate[3] (rollout)"."""
     if beat.wait is None:
         return f"is at {beat}"
     return f"is at {beat} and waits at {beat.wait.what} for {_named(beat.wait.ranks)}"
 
 
 def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None:
-    """The stall of the job, or None while there is none. `statuses` has every rank of the job.
+    """Returns the stall of the job, or None if there is none. `statuses` has every rank of the job.
 
-    A rank that has just finished was at work: what the others say of themselves may be of before.
+    A rank that has just finished counts as recent progress, since the beats of the others may be older.
     """
     everybody = sorted(statuses, key=lambda status: status.beat.rank)
     unfinished = [status for status in everybody if not status.beat.finished]
@@ -123,7 +123,7 @@ def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None
     if not suspects:
         return None
     newest = _newest_sequences(suspects)
-    culprit = min(suspects, key=lambda status: (not is_silent(status, limits), *_innocence(status, newest)))
+    culprit = min(suspects, key=lambda status: (not is_silent(status, limits), *_blame_order(status, newest)))
     limit = limit_s(culprit.beat, limits)
     others_stand_still = all(status.still_s > limit or _is_gone(status, limits) for status in everybody)
     if not (culprit.still_s > limit and others_stand_still):
@@ -133,13 +133,13 @@ def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None
 
 
 def forbids_a_stall(status: RankStatus, limits: Timeouts) -> bool:
-    """Whether there is none, whatever the other ranks say: this one got on within every limit."""
+    """Returns whether this rank alone rules out a stall: its last progress is within every limit."""
     shortest_s = min([limits.no_progress_s, *limits.tasks.values()])
     return status.still_s <= shortest_s and not _is_gone(status, limits)
 
 
 def _is_gone(status: RankStatus, limits: Timeouts) -> bool:
-    """Nothing more is to be expected of it, without its having finished."""
+    """Returns whether an unfinished rank does not run. It cannot make progress any more."""
     return not status.beat.finished and is_silent(status, limits)
 
 
@@ -148,13 +148,15 @@ def limit_s(beat: Beat, limits: Timeouts) -> float:
 
 
 def is_silent(status: RankStatus, limits: Timeouts) -> bool:
-    """Whether the rank does not run at all; known well before the end of any limit."""
+    """Returns whether the rank's process does not run. This is known well before the end of any limit."""
     return status.silent_s > min(SILENT_S, limits.no_progress_s / 2, *(limit / 2 for limit in limits.tasks.values()))
 
 
-def _innocence(status: RankStatus, newest: Mapping[str, int]) -> tuple[float, bool, bool, float, int]:
-    """The least is to blame, of ranks that run. In turn: has not come to the task that others do already; is not inside
-    a transfer, where it would rather wait for others; has not begun a collective that others are in; stopped first.
+def _blame_order(status: RankStatus, newest: Mapping[str, int]) -> tuple[float, bool, bool, float, int]:
+    """Returns a sort key. Of the running ranks, the one with the smallest key is the cause of the stall.
+
+    The criteria in turn: the lowest position in the order, not inside a transfer (a rank there rather waits for
+    others), missing in a collective that others have begun. The last criterion is the longest time without progress.
     """
     beat = status.beat
     is_behind = any(newest[group] > number for group, number in (beat.sequences or {}).items())
@@ -181,22 +183,23 @@ def _named(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-# One rank's view of all heartbeats: for how long each of the others has shown no progress, or no beat at all.
+# One rank's view of all heartbeats: the seconds without progress or without a beat of every other rank.
 
 MOST_BETWEEN_LOOKS_S = 2.0
-"""Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
-silence of the others."""
+"""Longest pause in seconds that counts as silence of other ranks. After a longer one this process may itself have been
+stopped, for example with the whole machine."""
 GONE_S = 10.0
-"""A rank of another machine without a heartbeat for this long is gone for one that is about to end itself; for a job
-that goes on it is lost after timeouts.lost_s."""
+"""Seconds without a beat after which a rank of another machine counts as gone, for a rank about to end. While the job
+continues, the limit is timeouts.lost_s."""
 Seen = dict[int, tuple[Posted, float]]
-"""By rank: its beat, and for how many seconds there has been no other."""
+"""Rank -> its last beat, and the seconds for which there was no newer one."""
 
 
 class Observer:
-    """Clocks of machines differ: what passes since a beat is measured here, from when it was first seen.
+    """Measures the time since each rank's last beat. The clocks of machines differ, so it counts from the first sight
+    of it.
 
-    To be asked every second or so. For any thread.
+    Call it about once a second. Safe for any thread.
     """
 
     def __init__(
@@ -207,24 +210,24 @@ class Observer:
         self.limits = limits
         self.clock = clock
         self._seen: dict[int, tuple[int, float]] = {}
-        """Rank -> its last beat's number, and `_looked_for_s` when that was new."""
+        """Rank -> the number of its last beat, and the value of `_looked_for_s` when that beat was new."""
         self._looked_at: float | None = None
         self._looked_for_s = 0.0
         """Seconds in which this process is known to have run."""
         self._looking = threading.Lock()
         self._witness = 0
-        """The rank whose beat was the last to show that there is no stall."""
+        """The rank whose beat last ruled out a stall."""
 
     def look(self, ranks: Collection[int]) -> dict[int, RankStatus]:
-        """How `ranks` stand now."""
+        """Returns the present status of `ranks`."""
         seen = self._see(ranks)
         return {rank: _status(*seen[rank]) for rank in sorted(seen)}
 
     def gone(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` whose process has ended, or is not heard of any more, before they had done their part."""
+        """Returns the unfinished ones of `ranks` with an ended process, or without a beat for GONE_S seconds."""
         statuses = self.look(ranks)
         ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
-        statuses |= self.look(ended)  # what they said last: one that has just finished is not gone
+        statuses |= self.look(ended)  # their last beats: a rank that has just finished is not gone
         return [
             rank
             for rank, status in statuses.items()
@@ -232,9 +235,9 @@ class Observer:
         ]
 
     def verdict(self) -> Stall | Lost | None:
-        """Why the job is to end: the stall of all ranks, or that one is lost, whatever the others do; else None.
+        """Returns the reason to end the job: a stall of all ranks, or a lost rank. None if there is none.
 
-        Beats are read to the end until one of them rules a stall out: usually the one that did so last time.
+        Reads beats until one of them rules out a stall. It starts with the rank that did so last time.
         """
         seen = self._see(self.ranks)
         return self._stall(seen) or self._lost(seen)
@@ -276,44 +279,47 @@ def _status(posted: Posted, silent_s: float) -> RankStatus:
     return RankStatus(beat, still_s=beat.still_s + silent_s, silent_s=silent_s)
 
 
-# Beats of a node's ranks, gathered by its first one: a call of the store for all of them, and a look for the end.
+# Beats of a node's ranks, gathered by its first rank. It makes one store call for all, and one check for the job's end.
 #
-# In a job of thousands the store's server would otherwise spend a seventh of its processor on what every rank says and
-# asks once a second. Ranks of a node speak over loopback, which no rank waits at: whoever the first one has not
-# confirmed lately says and asks for itself, as where that one has ended, is stopped or cannot be reached.
+# In a job of thousands of ranks, separate beats would take a seventh of the store server's processor. The ranks of a
+# node use datagrams over loopback and never wait for them. A rank without a recent confirmation by the first rank uses
+# the store itself. The first rank may have ended, be stopped or be unreachable.
 
 GATHERED_FROM = 512
-"""Ranks of a job in which beats are gathered: the store of a smaller one has little to do."""
+"""Number of ranks from which on beats are gathered. In a smaller job the store has little to do."""
 CONFIRMED_FOR_S = 2.5 * INTERVAL_S
-"""So long a rank relies on the last word of its node's first one, and that one on its own last look."""
+"""Seconds for which a rank relies on the last message of its node's first rank, and this one on its last check."""
 BEATS_LOOK_S = 0.2
 MOST_BYTES = 60_000
-"""Of a datagram."""
+"""Largest size of a datagram."""
 TOKEN_BYTES = 16
 CONFIRMED, ENDS = b"confirmed", b"ends"
 
 
 class OwnBeats:
-    """A rank that speaks for itself, and asks for itself. `store` is for calls from threads: World.background."""
+    """Publishes a rank's beats and checks for the end of the job, directly in the store.
+
+    `store` is World.background, for calls from threads other than the main one.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self.store, self.board = store, Board(store)
 
     def put(self, beat: Beat) -> None:
-        """Publish it. By the heartbeat's thread."""
+        """Publishes a beat. The heartbeat's thread calls it."""
         self.board.put(beat)
 
     def job_ends(self) -> bool:
-        """Whether a rank ends the job, or is about to. By the watchdog's thread."""
+        """Returns whether a rank ends the job or is about to. The watchdog's thread calls it."""
         return bool(self.store.check([NEAR]))
 
     def wait(self, over: threading.Event, seconds: float) -> bool:
-        """Until the next look: whether it is `over`."""
+        """Waits until the next check. Returns whether `over` was set."""
         return over.wait(seconds)
 
 
 class Gatherer(OwnBeats):
-    """The first rank of a node: it puts the others' beats with its own, and passes on that the job ends."""
+    """The beats of a node's first rank. It publishes the other ranks' beats too, and informs them if the job ends."""
 
     def __init__(self, node: int, store: dist.Store, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(store)
@@ -324,13 +330,13 @@ class Gatherer(OwnBeats):
         self._socket.setblocking(False)
         self._looked_at = float("-inf")
         self._addresses: dict[int, tuple[str, int]] = {}
-        """Of the node's other ranks, as far as they have spoken."""
+        """Addresses of the node's other ranks, known from their first message on."""
         store.set(_key(node), json.dumps([self._socket.getsockname()[1], self._token.hex()]))
 
     def put(self, beat: Beat) -> None:
         gathered = self._gathered()
         self.board.put_lines({beat.rank: Board.line(beat)} | gathered)
-        if beat.finished:  # one that finishes too may have put its last beat before an older one that came by here
+        if beat.finished:  # another finished rank may have put its last beat before an older one arrived here
             self.job_ends()
             if last := self._gathered():
                 self.board.put_lines(last)
@@ -345,7 +351,7 @@ class Gatherer(OwnBeats):
         return ends
 
     def _gathered(self) -> dict[int, str]:
-        """Rank -> the line of its last beat, of those that have come since the last call."""
+        """Returns the lines of the beats received since the last call, by rank."""
         found: dict[int, str] = {}
         while True:
             try:
@@ -361,18 +367,18 @@ class Gatherer(OwnBeats):
         for rank in ranks:
             try:
                 self._socket.sendto(self._token + word, self._addresses[rank])
-            except OSError:  # it hears nothing, and speaks for itself
+            except OSError:  # the rank receives nothing, and uses the store itself
                 continue
 
 
 class Gathered(OwnBeats):
-    """Any other rank of a node."""
+    """The beats of the other ranks of a node."""
 
     def __init__(self, node: int, store: dist.Store, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(store)
         self._node, self._clock = node, clock
         self._token: bytes | None = None
-        """None: nothing is known of the first rank yet."""
+        """The token of the node's first rank. None until it is known."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._confirmed_at = float("-inf")
@@ -407,11 +413,11 @@ class Gathered(OwnBeats):
         if len(message) + len(self._token) <= MOST_BYTES:
             try:
                 self._socket.send(self._token + message)
-            except OSError:  # the first rank has ended, or does not read
+            except OSError:  # the first rank has ended or does not read
                 self._confirmed_at = float("-inf")
 
     def _is_confirmed(self) -> bool:
-        """Whether the first rank has lately said that it spoke and asked for this one."""
+        """Returns whether the first rank has recently confirmed that it acts for this rank."""
         with self._hearing:
             while self._token is not None:
                 try:
@@ -428,7 +434,7 @@ class Gathered(OwnBeats):
 
 
 def beats_of(world: World) -> OwnBeats:
-    """How this rank's beats come to the store."""
+    """Returns the publisher of this rank's beats."""
     if world.size < GATHERED_FROM or world.ranks_per_node == 1:
         return OwnBeats(world.background)
     return (Gathered if world.local_rank else Gatherer)(world.node, world.background)
@@ -438,19 +444,20 @@ def _key(node: int) -> str:
     return f"node_beats/{node}"
 
 
-# Small values that ranks leave for each other in the shared store, and waits for them.
+# Small values in the shared store, and waits for them.
 
 LOOK_S = 1.0
-"""Between two looks at the heartbeats of the ranks waited for."""
+"""Seconds between two checks of the heartbeats of awaited ranks."""
 GUARDED_LOOK_S = 10.0
-"""As long a wait goes on at the store where a watchdog looks at them."""
+"""Seconds of one wait in the store if a watchdog checks the heartbeats."""
 
 
 class JobStore:
-    """Small JSON values that ranks leave for each other in the store: metrics, verdicts; and this rank's heartbeat.
+    """The store of a job. Ranks leave small JSON values in it for each other, such as metrics and decisions.
 
-    In a `guarded` job a watchdog ends waits that are in vain; otherwise they end
-    themselves.
+    It also has this rank's heartbeat.
+
+    In a `guarded` job a watchdog ends futile waits. Otherwise they raise StallError themselves.
     """
 
     def __init__(self, world: World, guarded: bool = False) -> None:
@@ -468,18 +475,19 @@ class JobStore:
         return self.store.check(list(keys))
 
     def get(self, key: str, waiting_for: str) -> Any:
-        """The value at `key`, once any other rank has put it there; StallError naming `waiting_for` if none will."""
+        """Returns the value at `key` once another rank has put it there. Raises StallError with `waiting_for` if none
+        will."""
         if not self.has(key):
             self._wait_for(key, waiting_for)
         return json.loads(self.store.get(key))
 
     def agreed(self, key: str, proposed: bool) -> bool:
-        """What the first rank to come here has proposed, for all ranks."""
+        """Returns the proposal of the first rank that calls this, on all ranks."""
         found: bool = json.loads(self.store.compare_set(key, "", json.dumps(proposed)))
         return found
 
     def meet(self, key: str, num_ranks: int, waiting_for: str) -> None:
-        """Return once so many ranks have come here. Collective over: those ranks."""
+        """Returns once `num_ranks` ranks have called this. Collective over: those ranks."""
         if self.store.add(f"{key}/came", 1) == num_ranks:
             self.put(key, True)
         self.get(key, waiting_for)
@@ -488,14 +496,15 @@ class JobStore:
         self.store.delete_key(key)
 
     def activity(self, rank: int) -> str:
-        """What `rank` is doing, in words."""
+        """Returns the present activity of `rank` in words."""
         beat = self.heartbeat.now() if rank == self.world.rank else self.heartbeat.board.read([rank])[rank]
         return f"{what_it_does(beat)} since {max(time.time() - beat.since, 0):.0f} s"
 
     def end_wait_in_vain(self, describe: Callable[[], str]) -> None:
-        """Raise StallError if nobody in the job gets on, or a rank is lost; `describe` says what it waits for.
+        """Raises StallError if no rank makes progress, or if a rank is lost. `describe` returns the purpose of the
+        wait.
 
-        To be called every LOOK_S seconds of a wait inside `heartbeat.waiting`.
+        Call it every LOOK_S seconds of a wait inside `heartbeat.waiting`. In a guarded job it does nothing.
         """
         if not self.guarded and (verdict := self.observer.verdict()):
             raise StallError(f"{describe()}: {verdict}")
@@ -506,28 +515,29 @@ class JobStore:
                 self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")
 
 
-# Waits with a limit and a name: what they wait for is reported, and the limit runs while the others do not get on.
+# Waits with a limit and a name. The name is reported, and the limit runs only while other ranks make no progress.
 
 logger = logging.getLogger(__name__)
 
 SERVE_S = 0.005
-"""Between two calls of `serve`."""
+"""Seconds between two calls of `serve`."""
 REPORT_EVERY_S = 30.0
-"""A wait that lasts is reported, with what the awaited ranks are doing."""
+"""Seconds between two reports of a long wait."""
+
 
 MOST_DESCRIBED = 8
-"""Ranks of which a report says what they do: the heartbeats of all of them are for one rank to read."""
+"""Number of ranks described in a report. One rank has to read all their heartbeats."""
 
 
 class Waiter:
-    """How this rank waits for others, and reports what they do every `report_s`. For one thread at a time."""
+    """Waits of this rank for others. It logs their activities every `report_s` seconds. For one thread at a time."""
 
     def __init__(self, job_store: JobStore, report_s: float = REPORT_EVERY_S) -> None:
         self.job_store = job_store
         self.rank = job_store.world.rank
         self.report_s = report_s
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called every LOOK_S seconds of a wait, and by tasks that take long. It may not wait itself."""
+        """Called every LOOK_S seconds of a wait, and by long tasks. It must not wait itself."""
 
     def until(
         self,
@@ -536,12 +546,12 @@ class Waiter:
         ranks: Sequence[int],
         serve: Callable[[], None] | None = None,
     ) -> None:
-        """Call `arrived(seconds)`, which waits that long at most and says whether it is done, until it is.
+        """Calls `arrived(seconds)` until it returns True. It may wait for `seconds` at most.
 
-        `ranks` are those waited for, none for any other. `serve` is called in between, every few milliseconds: what
-        this rank does meanwhile, for others that need it. Raises StallError when nobody in the job has shown
-        progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead. Also where
-        `arrived` raises ConnectionError.
+        `ranks` are the awaited ranks, empty for any other rank. `serve` is called in between, every few milliseconds,
+        to work for ranks that need this one. Raises StallError if no rank of the job has shown progress for longer than
+        `timeouts` allows, or if `arrived` raises ConnectionError. In a guarded job the watchdog ends a stalled process
+        instead.
         """
         look_s = min(LOOK_S, self.report_s)
         start = last_look = last_report = time.monotonic()
@@ -571,17 +581,17 @@ class Waiter:
         return f"rank {self.rank} waits at {what}: {'; '.join([*activity, *more])}"
 
 
-# Waiting for something that has to be looked for, such as a key in the store.
+# Waits by polling, for example for a key in the store.
 
 POLL_S = 0.002
 LOOKS_PER_S = 2_000
-"""Of all ranks together that look into the store for something: a sixteenth of one server's processor."""
+"""Polls per second of all ranks together in the store. They take a sixteenth of a server's processor."""
 
 Found = TypeVar("Found")
 
 
 def poll_s(num_looking: int) -> float:
-    """Between two looks of one of so many ranks that may look at the same time."""
+    """Returns the seconds between two polls of one rank if `num_looking` ranks may poll at the same time."""
     return max(POLL_S, num_looking / LOOKS_PER_S)
 
 
@@ -593,8 +603,10 @@ def poll(
     serve: Callable[[], None] | None = None,
     every_s: float = POLL_S,
 ) -> Found:
-    """What `look` finds, as soon as it finds something. It is called every `every_s`: `poll_s` where it asks the store.
-    The other arguments and errors are those of Waiter.until."""
+    """Calls `look` every `every_s` seconds until it returns a result, and returns it.
+
+    Use `poll_s` for `every_s` if `look` asks the store. The other arguments and errors are those of Waiter.until.
+    """
     found: list[Found] = []
     next_look = 0.0
 

@@ -1,4 +1,4 @@
-"""Reading JSON that comes from elsewhere: checkpoints, rows of data, programs and servers."""
+"""Reads JSON from other sources: checkpoints, rows of data, programs and servers."""
 
 import json
 import math
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_NESTED = 200
-"""Objects and lists may be nested so deeply. Functions that read a value call themselves as often."""
+"""Most nested objects and lists in a value. Functions that walk a value recurse to this depth."""
 TOO_DEEP = f"it is nested too deeply, in more than {MOST_NESTED} objects or lists"
 _DECODER = json.JSONDecoder()
 
 
 def parse_json(text: str | bytes, *, parse_int: Callable[[str], Any] | None = None) -> Any:
-    """Returns the value that a JSON text stands for, with whole numbers as `parse_int` reads their digits.
+    """Returns the value of a JSON text. `parse_int` converts the digits of whole numbers.
 
-    ValueError where it is no JSON, where a number has too many digits, and where it is nested too deeply.
+    Raises ValueError if it is no JSON, if a number has too many digits, or if it is nested too deeply.
     """
     try:
         value = json.loads(text, parse_int=parse_int)
@@ -30,7 +30,8 @@ def parse_json(text: str | bytes, *, parse_int: Callable[[str], Any] | None = No
 
 
 def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
-    """Returns the value that begins at a place of the text, and the place behind it. ValueError as parse_json."""
+    """Returns the value that begins at position `begin` of the text, and the position after it. Raises ValueError like
+    parse_json."""
     try:
         value, end = _DECODER.raw_decode(text, begin)
     except RecursionError:
@@ -41,19 +42,19 @@ def parse_json_at(text: str, begin: int = 0) -> tuple[Any, int]:
 
 
 def too_many_digits() -> str:
-    """Returns what is wrong with a whole number that Python does not read."""
+    """Returns the problem with a whole number too long for Python."""
     return f"it has a whole number of more than {sys.get_int_max_str_digits()} digits"
 
 
 def read_json(file: Path) -> Any:
-    """Returns the value in a file. OSError where it cannot be read, and ValueError as parse_json."""
+    """Returns the value in a file. Raises OSError if it cannot be read, and ValueError like parse_json."""
     return parse_json(file.read_text(encoding="utf-8"))
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Returns a surrogate that stands without its other half in a text of a JSON value; None where there is none.
+    r"""Returns a lone surrogate in a text of a JSON value, or None if there is none.
 
-    JSON can write one as an escape such as \\ud83d, but it is no character, and UTF-8 cannot write it.
+    JSON can write one as an escape such as \ud83d, but it is no character, and UTF-8 cannot write it.
     """
     if isinstance(value, str):
         if value.isascii():
@@ -68,7 +69,7 @@ def lone_surrogate(value: Any) -> str | None:
 
 
 def with_escapes(value: Any) -> Any:
-    """Returns a JSON value with each lone surrogate replaced by the six characters of its escape, such as \\ud83d."""
+    r"""Returns a JSON value with each lone surrogate replaced by the six characters of its escape, such as \ud83d."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
@@ -77,14 +78,14 @@ def with_escapes(value: Any) -> Any:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether JSON can write every number of a value: Python also reads NaN, Infinity and 1e999."""
+    """Returns whether JSON can write every number of a value. Python also reads NaN, Infinity and 1e999."""
     if isinstance(value, float):
         return math.isfinite(value)
     return all(map(is_finite, _parts(value)))
 
 
 def _refuse_depth(value: Any, num_openings: int) -> Any:
-    """Returns the value of a text that has so many opening brackets."""
+    """Returns `value` if it is not nested too deeply. `num_openings` is the number of opening brackets in its text."""
     if num_openings <= MOST_NESTED:
         return value
     level = [value]

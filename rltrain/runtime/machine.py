@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rltrain.runtime.whole_files import write_whole
 
-# Whether a process of this machine still runs, by a name that tells it from those of other machines.
+# Whether a process of this machine still runs. Its name distinguishes it from processes of other machines.
 
 
 @cache
 def this_machine() -> str:
-    """Where process numbers mean the same: such as "node7 pid:[4026531836]". Empty where the system does not tell."""
+    """Returns the name of a space of process numbers, such as "node7 pid:[4026531836]". Empty if it is unknown."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -32,7 +32,7 @@ def this_machine() -> str:
 
 
 def process_here(number: int) -> str:
-    """The name of a process of this machine."""
+    """Returns the name of a process of this machine."""
     return f"{this_machine()} {number}"
 
 
@@ -41,12 +41,12 @@ def this_process() -> str:
 
 
 def host_of(process: str) -> str:
-    """The host that the name of a process begins with."""
+    """Returns the host at the beginning of a process's name."""
     return process.partition(" ")[0]
 
 
 def has_ended(process: str) -> bool:
-    """Whether it was one of this machine and runs no more. False where that cannot be seen from here."""
+    """Returns whether a process of this machine has ended. False if it cannot be seen from here."""
     machine, _, number = process.rpartition(" ")
     if not machine or machine != this_machine():
         return False
@@ -54,32 +54,31 @@ def has_ended(process: str) -> bool:
         after_name = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2]
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return after_name.split()[0] in ("Z", "X")  # dead, and not yet waited for by its parent
+    return after_name.split()[0] in ("Z", "X")  # dead, but its parent has not waited for it yet
 
 
 @cache
 def launcher() -> int:
-    """The process that has started this one: its parent, at the first call."""
+    """Returns the number of the process that started this one. It is the parent at the first call."""
     return os.getppid()
 
 
 def has_lost_launcher() -> bool:
-    """Whether that was torchrun, which has ended, and another process has taken over this one. Who starts a single rank
-    from a shell may leave it behind."""
+    """Returns whether torchrun started this process and has ended. A rank started from a shell may outlive it."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher()
 
 
-# Processes that run users' code for a rank, and end with it: both ends of how they are started.
+# Processes that run users' code for a rank and end with it. Both ends of their start.
 
 PR_SET_PDEATHSIG = 1
 SIGNALS_OF_LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""A launcher sends them to all processes of a rank; the rank may still need its workers before it ends."""
+"""Launchers send these to all processes of a rank. The rank may still need its workers before it ends."""
 
 
 def start_worker(module: str) -> "subprocess.Popen[bytes]":
-    """`python -m module`, with pipes without buffers to its standard input and output, in a session of its own.
+    """Starts `python -m module` in a new session, with unbuffered pipes to its standard input and output.
 
-    It finds the modules that this process finds. Linux kills it when the thread that called this ends.
+    It finds the same modules as this process. Linux kills it when the calling thread ends.
     """
     return subprocess.Popen(
         [sys.executable, "-m", module],
@@ -92,7 +91,7 @@ def start_worker(module: str) -> "subprocess.Popen[bytes]":
 
 
 def kill_worker(process: "subprocess.Popen[bytes]") -> None:
-    """With the processes that it has started, but for those that left its session."""
+    """Kills the worker and the processes that it has started. Those in another session survive."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -102,12 +101,12 @@ def kill_worker(process: "subprocess.Popen[bytes]") -> None:
 
 
 def become_worker() -> tuple[io.FileIO, io.FileIO]:
-    """In the worker, first of all: (requests, answers) on private descriptors, without buffers.
+    """Called first in the worker. Returns (requests, answers) on private unbuffered descriptors.
 
-    What users' code reads from standard input is empty, and what it prints goes to standard error.
+    Users' code then reads an empty standard input, and prints to standard error.
     """
     for number in SIGNALS_OF_LAUNCHERS:
-        signal.signal(number, _nothing)  # unlike SIG_IGN it is not passed on to the processes that users' code starts
+        signal.signal(number, _nothing)  # unlike SIG_IGN it is not inherited by processes of users' code
     die_with_parent()
     requests, answers = io.FileIO(os.dup(0), "rb"), io.FileIO(os.dup(1), "wb")
     with open(os.devnull) as nothing:
@@ -117,24 +116,25 @@ def become_worker() -> tuple[io.FileIO, io.FileIO]:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, also in the middle of a call that never returns."""
+    """Asks Linux to kill this process when its parent ends, even during a call that never returns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _nothing(number: int, frame: object) -> None:
-    """A handler."""
+    """A signal handler without effect."""
 
 
-# What a rank leaves for torchrun, which has started it.
+# Files for torchrun, the launcher of this rank.
 
 logger = logging.getLogger(__name__)
 
 
 def leave_for_launcher(summary: str) -> None:
-    """Writes the file from which torchrun takes what it shows as a failed rank's traceback, at the end of its summary.
+    """Writes the error file of torchrun. Its summary shows the content as the traceback of the failed rank.
 
-    The file appears at once: torchrun may kill this rank meanwhile, and half a file would make it fail itself.
+    The file appears whole. torchrun may kill this rank during the write, and half a file would make torchrun itself
+    fail.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -146,7 +146,7 @@ def leave_for_launcher(summary: str) -> None:
         logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
 
 
-# An exception of a user's code in words: what, where, and the way there.
+# Exceptions of users' code in words: what happened, where, and the traceback.
 
 MAX_FRAMES = 20
 MAX_ERROR_CHARS = 1000
@@ -154,8 +154,10 @@ MAX_TRACEBACK_CHARS = 8000
 
 
 def describe_raised(error: BaseException, without: Collection[str]) -> tuple[str, str]:
-    """(what was raised and at which line of the user's file, the traceback), without the frames at the beginning that
-    are in the files `without`. The traceback is empty where nothing else is left."""
+    """Returns (the exception with the line of the user's file, the traceback).
+
+    Leading frames in the files `without` are left out. The traceback is empty if no other frame is left.
+    """
     raised = traceback.TracebackException.from_exception(error)
     while raised.stack and raised.stack[0].filename in without:
         del raised.stack[0]
@@ -168,17 +170,17 @@ def describe_raised(error: BaseException, without: Collection[str]) -> tuple[str
     return f"{what} ({place})", "".join(raised.format()).strip()[-MAX_TRACEBACK_CHARS:]
 
 
-# Threads of this process that the job relies on: none of them ends by an error in silence.
+# Threads of this process that the job relies on. An error in one of them is never silent.
 
 
 class JobThread(threading.Thread):
-    """The only kind that rltrain starts. An error that it does not handle itself ends the job."""
+    """The only kind of thread that rltrain starts. An unhandled error in one ends the job."""
 
 
 def end_job_by_threads(end: Callable[[str, BaseException], None]) -> None:
-    """From now on call `end(name of the thread, error)`, from that thread, where a JobThread fails.
+    """Makes a failing JobThread call `end(name of the thread, error)`, in that thread.
 
-    Threads of libraries are left as they are: they print their error and end.
+    Threads of libraries keep their behaviour: they print their error and end.
     """
 
     def failed(arguments: threading.ExceptHookArgs) -> None:
@@ -190,23 +192,23 @@ def end_job_by_threads(end: Callable[[str, BaseException], None]) -> None:
     threading.excepthook = failed
 
 
-# What the C library does with memory that is freed.
+# Freed memory in the C library.
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 
 KEPT_BYTES = 256 * 2**20
 LARGEST_KEPT_BYTES = 32 * 2**20
-"""glibc takes no larger limit."""
+"""The largest limit that glibc accepts."""
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep up to 256 MB of what it frees for what it allocates next, in pieces of up to 32 MB; False
-    where the C library is not glibc, or the environment says what it does.
+    """Makes this process keep up to 256 MB of freed memory for later allocations, in pieces of up to 32 MB.
 
-    Else tensors of a training step come from the kernel anew, page by page, which fills each with zeros.
+    Otherwise the kernel supplies the tensors of each training step page by page and fills every page with zeros.
+    Returns False if the C library is not glibc, or if the environment already sets one of VARIABLES.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(variable in os.environ for variable in VARIABLES):
@@ -214,15 +216,15 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-# What keeps this node from writing: read-only or full file systems, no shared memory.
+# Reasons why this node cannot write: read-only or full file systems, no shared memory.
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FREE_BYTES = 1 << 20
-"""Less is full. Whether a checkpoint fits shows when it is written, which a run survives."""
+"""A file system with less free space is full. A run survives a checkpoint that does not fit, so that is not checked."""
 
 
 def problems_of_disks(folders: Mapping[str, str]) -> Iterator[str]:
-    """`folders`: config key -> a folder that the job writes to, which need not be there yet."""
+    """Yields the problems of `folders`: config key -> a folder for output. The folders need not exist."""
     for key, folder in folders.items():
         path = Path(folder).absolute()
         there = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -231,7 +233,7 @@ def problems_of_disks(folders: Mapping[str, str]) -> Iterator[str]:
 
 
 def problems_of_shared_memory() -> Iterator[str]:
-    """NCCL and SGLang's processes keep buffers there."""
+    """Yields the problems of shared memory. NCCL and SGLang's processes keep buffers there."""
     if not SHARED_MEMORY.is_dir():
         yield f"shared memory: there is no {SHARED_MEMORY}; in a container: --ipc host or --shm-size"
     elif reason := why_not_to_be_written(SHARED_MEMORY):
@@ -239,7 +241,7 @@ def problems_of_shared_memory() -> Iterator[str]:
 
 
 def why_not_to_be_written(folder: Path) -> str | None:
-    """None where this user can write to it."""
+    """Returns the reason why this user cannot write to `folder`, or None if it can be written."""
     if not os.access(folder, os.W_OK):
         return "is read-only for this user"
     if (free := free_bytes(folder)) < LEAST_FREE_BYTES:
@@ -249,6 +251,6 @@ def why_not_to_be_written(folder: Path) -> str | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Which this user may fill."""
+    """Returns the bytes that this user may still write."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize

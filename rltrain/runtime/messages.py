@@ -1,6 +1,6 @@
 """Messages between two ranks outside of collectives: JSON lines over TCP, from ranks that know the server's token.
 
-A reader takes no more of a peer than MAX_MESSAGE_BYTES at a time, and a writer holds what a peer has not taken yet, so
+A reader takes at most MAX_MESSAGE_BYTES from a peer at a time. A writer keeps bytes until the peer takes them. So
 neither side waits for the other to read.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from rltrain.errors import StallError
 
-# Sockets for addresses of either kind.
+# Sockets for IPv4 and IPv6 addresses.
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an address as text."""
+    """Returns the family of an address given as text."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -32,11 +32,11 @@ CONNECT_S = 60.0
 
 
 class PeerLost(ConnectionError):  # noqa: N818 - names what happened; never shown to users
-    """The other side has closed the connection, or has sent what is no message."""
+    """The other side has closed the connection, or has sent an invalid message."""
 
 
 class Connection:
-    """One end of a connection. Nothing here blocks."""
+    """One end of a connection. No method blocks."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -50,12 +50,12 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Now as far as the peer takes it, the rest at the next `send` or `flush`."""
+        """Sends as much as the peer takes. The rest follows with the next `send` or `flush`. Raises PeerLost."""
         self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what has not been sent yet, as far as the peer takes it. Raises PeerLost."""
+        """Sends as much of the remaining bytes as the peer takes. Raises PeerLost."""
         while self._unsent:
             try:
                 count = self.socket.send(self._unsent)
@@ -66,7 +66,7 @@ class Connection:
             del self._unsent[:count]
 
     def receive(self) -> list[Message]:
-        """What has come since the last call. Raises PeerLost."""
+        """Returns the messages received since the last call. Raises PeerLost."""
         self.flush()
         while True:
             try:
@@ -99,19 +99,21 @@ class Connection:
 
 
 def connect(host: str, port: int, token: str) -> Connection:
-    """A connection to a MessageServer, which then knows it. Raises StallError where nobody listens."""
+    """Connects to a MessageServer and identifies with `token`. Raises StallError if the server does not answer."""
     try:
         peer = socket.create_connection((host, port), timeout=CONNECT_S)
     except OSError as error:
-        raise StallError(f"nobody answers at {host}:{port} within {CONNECT_S:g} s: {error}") from error
+        raise StallError(f"no answer from {host}:{port} within {CONNECT_S:g} s: {error}") from error
     connection = Connection(peer)
     connection.send({"token": token})
     return connection
 
 
 class MessageServer:
-    """Takes connections at `address`, on a port that the system chooses. A peer that does not begin with `token` is
-    dropped, and so is one that breaks the rules."""
+    """Accepts connections at `address`, on a port chosen by the system.
+
+    It drops a peer without `token` in its first message, and a peer with invalid messages.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._token = token.encode()
@@ -128,7 +130,7 @@ class MessageServer:
         return int(self._listener.getsockname()[1])
 
     def receive(self, seconds: float) -> list[tuple[int, Message]]:
-        """(peer, message) of all that has come; waits for the first for `seconds` at most."""
+        """Returns (peer, message) of all received messages. Waits for the first one for at most `seconds`."""
         received: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(seconds):
             if key.data is None:
@@ -138,7 +140,7 @@ class MessageServer:
         return received
 
     def send(self, peer: int, message: Message) -> None:
-        """To a peer that is there; one that has gone gets nothing."""
+        """Sends to a connected peer. A message to a lost peer is dropped."""
         connection = self._peers.get(peer)
         if connection is None:
             return
@@ -158,7 +160,7 @@ class MessageServer:
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the peer has already left
             return
         self._peers[self._next] = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, self._next)
@@ -180,14 +182,14 @@ class MessageServer:
         return messages
 
     def _watch(self, peer: int) -> None:
-        """For room to write where something is left to be sent."""
+        """Waits for room to write only if bytes are left to send."""
         connection = self._peers[peer]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
         self._selector.modify(connection.socket, events, peer)
 
     def _drop(self, peer: int, reason: str) -> None:
         if peer in self._known:
-            logger.debug("a connection was lost: %s", reason)  # which a job's end does to all
+            logger.debug("a connection was lost: %s", reason)  # normal at a job's end
         self._forget(peer)
 
     def _forget(self, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""What nodes say of themselves, and refusing those that cannot do a job together."""
+"""Compares the nodes of a job at its start, and refuses nodes that cannot work together."""
 
 import hashlib
 import importlib.metadata
@@ -23,13 +23,13 @@ from rltrain.runtime.placement import format_ranks
 from rltrain.runtime.world import World
 from rltrain.tasks.roles import served_roles
 
-# What the nodes of a job say of themselves, by the first rank of each, and how they differ.
+# Facts about the nodes of a job, reported by the first rank of each, and their differences.
 
 
 class NodeBoard:
-    """Values that the first rank of every node leaves for rank 0, and what that makes of them for all ranks.
+    """Values from the first rank of every node for rank 0, and rank 0's result for all ranks.
 
-    `topic` keeps the values of one question apart from those of others.
+    `topic` separates the values of one question from those of others.
     """
 
     def __init__(self, world: World, topic: str) -> None:
@@ -45,15 +45,15 @@ class NodeBoard:
         self._store.set(f"{key}/{self.world.node}", json.dumps(value))
 
     def heard(self, node: int, key: str = "said") -> Any:
-        """What `node` has said under `key`; StallError where it says nothing within `timeout_s` of the world."""
+        """Returns the value of `node` under `key`. Raises StallError if it is missing after the world's `timeout_s`."""
         return self._get(f"{key}/{node}", f"node {node}")
 
     def of_all(self, key: str = "said") -> list[Any]:
-        """By node."""
+        """Returns the values of all nodes, by node."""
         return [self.heard(node, key) for node in range(self.world.num_nodes)]
 
     def settle(self, verdict: Any) -> None:
-        """By rank 0, for `settled` of all."""
+        """Publishes rank 0's result. All ranks read it with `settled`."""
         self._store.set("settled", json.dumps(verdict))
 
     def settled(self) -> Any:
@@ -64,14 +64,14 @@ class NodeBoard:
             self._store.wait([key], timedelta(seconds=self.world.timeout_s))
         except dist.DistStoreError as error:
             raise StallError(
-                f"rank {self.world.rank} has waited {self.world.timeout_s:g} s for what {whom} says of {self.topic}"
+                f"rank {self.world.rank} has waited {self.world.timeout_s:g} s for the report of {whom} on {self.topic}"
             ) from error
         return json.loads(self._store.get(key))
 
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a node says: what has to be the same on all, and what is wrong on it alone."""
+    """A node's facts: values that must be equal on all nodes, and its own problems."""
 
     compared: Mapping[str, str]
     problems: Sequence[str] = ()
@@ -79,7 +79,7 @@ class Spoken:
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """A thing that nodes have unlike each other: what each value is, and on which nodes."""
+    """A difference between nodes: each value, with its nodes."""
 
     what: str
     values: Mapping[str, Sequence[int]]
@@ -88,19 +88,19 @@ class NodeDifference:
 @dataclass(frozen=True)
 class Compared:
     hosts: Sequence[str]
-    """By node."""
+    """Host names by node."""
     differences: Sequence[NodeDifference]
     problems: Mapping[str, Sequence[int]]
-    """What is wrong -> the nodes that say so."""
+    """Problem -> the nodes that have it."""
 
     def name(self, nodes: Iterable[int]) -> str:
-        """Such as "nodes 0, 2-3 (a1, a3, a4)"."""
+        """Returns text such as "nodes 0, 2-3 (a1, a3, a4)"."""
         numbers = sorted(nodes)
         hosts = listed((self.hosts[number] for number in numbers), LISTED)
         return f"node{'s' * (len(numbers) > 1)} {format_ranks(numbers)} ({hosts})"
 
     def sentences(self) -> list[str]:
-        """One for each difference and problem; none where all is well."""
+        """Returns one sentence for each difference and problem. Empty if there are none."""
         told = []
         for one in self.differences:
             values = "; ".join(f"{value} on {self.name(nodes)}" for value, nodes in one.values.items())
@@ -109,14 +109,14 @@ class Compared:
 
 
 LISTED = 8
-"""Hosts that a message names."""
+"""Number of hosts named in a message."""
 ABSENT = "nothing"
 
 
 def compare_nodes(board: NodeBoard, mine: Spoken | None) -> Compared | None:
-    """What the nodes say, on rank 0; None on the others. `mine` is None on ranks that are not the first of a node.
+    """Returns the comparison of all nodes on rank 0, and None elsewhere. `mine` is None except on a node's first rank.
 
-    Only what differs from the first node travels to rank 0. Collective over: the first ranks of all nodes.
+    Nodes send rank 0 only their differences from the first node. Collective over: the first ranks of all nodes.
     """
     if mine is None:
         return None
@@ -137,7 +137,7 @@ def compare_nodes(board: NodeBoard, mine: Spoken | None) -> Compared | None:
 
 
 def _differences(first: Mapping[str, str], unlike: Sequence[Mapping[str, str]]) -> list[NodeDifference]:
-    """`unlike` is by node."""
+    """Returns the differences. `unlike` has each node's values that differ from the first node's, by node."""
     return [
         NodeDifference(
             key, _grouped([(here.get(key, first.get(key, ABSENT)), node) for node, here in enumerate(unlike)])
@@ -153,7 +153,7 @@ def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return groups
 
 
-# What a node says of itself at the start of a job, for `refuse_unlike_nodes`.
+# The facts about a node at the start of a job, for `refuse_unlike_nodes`.
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COMPARED_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
@@ -161,7 +161,7 @@ SLURM_NODE = "SLURM_NODEID"
 
 
 def of_program(config: Config, world: World) -> Spoken:
-    """Code, versions, config, and the number of ranks."""
+    """Returns code, versions, config and number of ranks."""
     return Spoken(
         {
             "number of ranks (torchrun's --nproc-per-node)": str(world.ranks_per_node),
@@ -173,7 +173,8 @@ def of_program(config: Config, world: World) -> Spoken:
 
 
 def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> Spoken:
-    """Folders and memory. `model_paths`: config key -> where a checkpoint is to be read, on this node."""
+    """Returns the state of folders and memory. `model_paths`: config key -> path of a checkpoint to be read on this
+    node."""
     there = {f"{key}: {path}": "there" if Path(path).exists() else "missing" for key, path in model_paths.items()}
     folders = {"output_dir": config.output_dir}
     if config.checkpoint.saves:
@@ -188,7 +189,7 @@ def of_machine(config: Config, world: World, model_paths: Mapping[str, str]) -> 
 
 
 def versions() -> dict[str, str]:
-    """Of what decides numbers and messages. Empty for what is not installed."""
+    """Returns the versions of software that decides numbers and messages. Missing packages are left out."""
     found = {"version of Python": platform.python_version()}
     for name in COMPARED_PACKAGES:
         try:
@@ -203,7 +204,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def digest_of_code(folder: Path) -> str:
-    """Of every Python file in `folder`, its name and bytes."""
+    """Returns a hash over the names and bytes of every Python file in `folder`."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode())
@@ -212,7 +213,7 @@ def digest_of_code(folder: Path) -> str:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value as JSON)."""
+    """Yields (dotted key, value as JSON)."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{name}.")
@@ -220,30 +221,33 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", json.dumps(value, sort_keys=True)
 
 
-# Refusing nodes that cannot do a job together: one message, which names them, before anything is built.
+# Refuses unsuitable nodes with one message that names them, before anything is built.
 
 VISIBLE_WITHIN_S = 10.0
-"""Network file systems remember for some seconds that a file was not there."""
+"""Seconds until a new file is visible. Network file systems cache the absence of a file."""
 
 
 def refuse_other_programs(config: Config, world: World) -> None:
-    """UserError where a node has other code, versions, config or numbers of ranks, or another place in Slurm's list
-    than in torchrun's. Collective over: all ranks."""
+    """Compares the programs of all nodes.
+
+    Raises ConfigError if a node has other code, versions, config or numbers of ranks. Raises PlacementError if its
+    index differs between Slurm's list and torchrun. Collective over: all ranks.
+    """
     if world.num_nodes > 1:
         refuse_unlike_nodes(world, "programs", lambda: of_program(config, world))
         refuse_other_order(world)
 
 
 def refuse_machines(config: Config, world: World, model_paths: Mapping[str, str]) -> None:
-    """ConfigError where a node lacks a checkpoint that others have, or cannot write where it has to. Collective over:
-    all ranks."""
+    """Raises ConfigError if a node lacks a checkpoint of the other nodes, or cannot write to a folder of the job.
+    Collective over: all ranks."""
     refuse_unlike_nodes(world, "machines", lambda: of_machine(config, world, model_paths))
 
 
 def refuse_unlike_nodes(world: World, topic: str, say: Callable[[], Spoken]) -> None:
-    """ConfigError, the same on every rank, where nodes differ in what has to be the same, or any has a problem.
+    """Raises ConfigError, the same on every rank, if required values differ between nodes, or if a node has a problem.
 
-    `say` is called by the first rank of every node. Collective over: all ranks.
+    The first rank of every node calls `say`. Collective over: all ranks.
     """
     board = NodeBoard(world, topic)
     compared = compare_nodes(board, say() if board.speaks else None)
@@ -256,9 +260,9 @@ def refuse_unlike_nodes(world: World, topic: str, say: Callable[[], Spoken]) -> 
 
 
 def refuse_other_order(world: World) -> None:
-    """PlacementError, the same on every rank, where Slurm and torchrun number nodes differently.
+    """Raises PlacementError, the same on every rank, if Slurm and torchrun number the nodes differently.
 
-    Nodes that do not all have a number of their own from Slurm were started in another way, which says nothing.
+    If the nodes do not have Slurm's numbers 0 to n - 1, Slurm did not start them one by one. Then nothing is checked.
     Collective over: all ranks.
     """
     board = NodeBoard(world, "order of nodes")
@@ -273,16 +277,16 @@ def refuse_other_order(world: World) -> None:
     for node, (number, host) in enumerate(said):
         if number != node:
             raise PlacementError(
-                f"node {node} of torchrun is {host}, which is node {number} of Slurm's list, so that `node:` in a "
-                "placement would name another machine than the list does; start torchrun with --node-rank "
-                "$SLURM_NODEID and --master-addr, as launch/slurm does, and without --rdzv-backend c10d"
+                f"node {node} of torchrun is {host}, which is node {number} of Slurm's list, so `node:` in a placement "
+                "would mean another machine; start torchrun with --node-rank $SLURM_NODEID and --master-addr, like "
+                "launch/slurm, and without --rdzv-backend c10d"
             )
 
 
 def refuse_folders_apart(world: World, locks: Mapping[str, tuple[str, str]]) -> None:
-    """ConfigError where a node does not see what the job's leader has written. Collective over: all ranks.
+    """Raises ConfigError if a node cannot see the files written by the job's leader. Collective over: all ranks.
 
-    `locks`: config key -> the lock file in the folder that it names, and what is in it.
+    `locks`: config key -> the lock file in its folder, and the content of that file.
     """
     if world.num_nodes > 1:
         refuse_unlike_nodes(world, "shared folders", lambda: Spoken({}, [*_unseen(locks)]))
@@ -291,7 +295,7 @@ def refuse_folders_apart(world: World, locks: Mapping[str, tuple[str, str]]) -> 
 def _unseen(locks: Mapping[str, tuple[str, str]]) -> list[str]:
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     return [
-        f"{key}: {Path(path).parent} is not the folder that other nodes have by this name; expected one that all share"
+        f"{key}: {Path(path).parent} is not the same folder on all nodes; expected one that all nodes share"
         for key, (path, text) in locks.items()
         if not comes_to_be(partial(_holds, Path(path), text), deadline)
     ]
@@ -302,7 +306,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def comes_to_be(is_there: Callable[[], bool], deadline: float) -> bool:
-    """Returns whether something that another node did is seen here before the deadline."""
+    """Returns whether `is_there` becomes true before the deadline, after a change by another node."""
     while not is_there():
         if time.monotonic() > deadline:
             return False

@@ -1,4 +1,4 @@
-"""Placement: which role lives on which ranks, and the rank lists that roles need groups for."""
+"""Placement: the ranks of every role, and the rank lists for which roles need process groups."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -12,7 +12,7 @@ from rltrain.errors import PlacementError
 from rltrain.runtime.grid import Grid, lists_along
 from rltrain.tasks.roles import SYNCED, model_roles, served_roles
 
-# Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured.
+# The ranks of every role. The mode of two roles follows from their ranks and is never configured.
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
@@ -20,22 +20,22 @@ NODE_PREFIX, REST = "node:", "rest"
 RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 GRAMMAR = (
     'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", "all", or "rest" by '
-    'itself; with RLinf\'s processes behind a colon: "0-3:0-3"'
+    'itself, or RLinf\'s form with processes after a colon: "0-3:0-3"'
 )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.section.role_names`."""
+    """The ranks of every role, sorted. Roles are in the order of `rltrain.config.section.role_names`."""
 
     ranks_by_role: Mapping[str, tuple[int, ...]]
     given: Mapping[str, str]
-    """Role -> the config key and string that placed it, for messages."""
+    """Role -> the config key and string of its ranks, for messages."""
     world_size: int
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int = 8) -> "Placement":
-        """Where the roles of `config` live in a world of `world_size` ranks; PlacementError if they do not fit it."""
+        """Returns the placement of `config` in a world of this size. Raises PlacementError if it does not fit."""
         return placement_of(config, world_size, min(ranks_per_node, world_size))
 
     @property
@@ -43,13 +43,13 @@ class Placement:
         return tuple(self.ranks_by_role)
 
     def ranks(self, role: str) -> tuple[int, ...]:
-        """World ranks of `role`; PlacementError if it is not placed."""
+        """Returns the world ranks of `role`. Raises PlacementError if the role is not placed."""
         if role not in self.ranks_by_role:
             raise PlacementError(f"placement.{role}: the role is not placed; placed are {', '.join(self.roles)}")
         return self.ranks_by_role[role]
 
     def hosts(self, rank: int) -> tuple[str, ...]:
-        """The roles that live on `rank`."""
+        """Returns the roles of `rank`."""
         return self._hosts.get(rank, ())
 
     @cached_property
@@ -62,20 +62,20 @@ class Placement:
 
     @property
     def hosting(self) -> tuple[int, ...]:
-        """The ranks on which a role lives."""
+        """The ranks that have a role."""
         return tuple(sorted(set().union(*self.ranks_by_role.values())))
 
     def hosting_nothing_but(self, roles: Collection[str]) -> tuple[int, ...]:
-        """The ranks on which some of `roles` live and no others."""
+        """Returns the ranks all of whose roles are in `roles`. Idle ranks are not among them."""
         return tuple(rank for rank in self.hosting if set(self.hosts(rank)) <= set(roles))
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """The ranks on which none does."""
+        """The ranks without any role."""
         return tuple(sorted(set(range(self.world_size)).difference(self.hosting)))
 
     def mode(self, role_a: str, role_b: str) -> Mode:
-        """Equal ranks are colocated, disjoint ones disaggregated, anything else is hybrid."""
+        """Returns "colocated" for equal ranks, "disaggregated" for disjoint ones, else "hybrid"."""
         a, b = set(self.ranks(role_a)), set(self.ranks(role_b))
         if a == b:
             return "colocated"
@@ -83,8 +83,10 @@ class Placement:
 
 
 def placement_of(config: Config, world_size: int, ranks_per_node: int) -> Placement:
-    """That of `config`. Role inference on the actor's ranks, in the actor's layout, is the actor itself, and then is
-    none of the roles. PlacementError as `resolve_placement` raises it."""
+    """Returns the placement of `config`. Raises PlacementError like `resolve_placement`.
+
+    Role inference is dropped if it has the ranks and the parallel layout of the actor. The actor then does its work.
+    """
     placement = resolve_placement(config.placement, world_size, ranks_per_node)
     ranks = placement.ranks_by_role
     shares_ranks = "inference" in ranks and ranks["inference"] == ranks.get("actor")
@@ -94,9 +96,9 @@ def placement_of(config: Config, world_size: int, ranks_per_node: int) -> Placem
 
 
 def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_per_node: int) -> Placement:
-    """The placement that a config's `placement` section gives in a world of `world_size` ranks.
+    """Returns the placement of a config section `placement` in a world of `world_size` ranks.
 
-    Pure: nothing is set up. PlacementError names the config key, the string given and what was expected.
+    It sets nothing up. Raises PlacementError with the config key, the given string and the expected form.
     """
     placed: dict[str, tuple[int, ...]] = {}
     given: dict[str, str] = {}
@@ -116,14 +118,14 @@ def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_p
 
 
 def _where(mapping: Mapping[str, str | int], key: str) -> str:
-    """What messages about a key begin with."""
+    """Returns the beginning of messages about a key."""
     return f"placement.{key}: {str(mapping[key])!r}"
 
 
 def _ranks_of_keys(
     mapping: Mapping[str, str | int], world_size: int, ranks_per_node: int
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks of every key, in the order of `mapping`. PlacementError."""
+    """Returns the ranks of every key, in the order of `mapping`. Raises PlacementError for keys without valid ranks."""
     to_rest = [key for key, value in mapping.items() if str(value).strip() == REST]
     ranks = {
         key: parse_ranks(str(value), world_size, ranks_per_node, _where(mapping, key))
@@ -132,24 +134,25 @@ def _ranks_of_keys(
     }
     if len(to_rest) > 1:
         raise PlacementError(
-            f"{_where(mapping, to_rest[1])}: placement.{to_rest[0]} says so too; expected one key for all roles that "
-            f'share what is left: "{", ".join(to_rest)}": {REST}'
+            f"{_where(mapping, to_rest[1])}: placement.{to_rest[0]} is rest too; expected one key for all roles on "
+            f'the remaining ranks: "{", ".join(to_rest)}": {REST}'
         )
     for key in to_rest:
         ranks[key] = tuple(sorted(set(range(world_size)).difference(*ranks.values())))
         if not ranks[key]:
             raise PlacementError(
                 f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all "
-                "that there are; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
+                "ranks of the job; expected more ranks (torchrun's --nnodes, --nproc-per-node), or smaller other roles"
             )
     return {key: ranks[key] for key in mapping}
 
 
 def parse_ranks(text: str, world_size: int, ranks_per_node: int, where: str = "placement") -> tuple[int, ...]:
-    """The world ranks that `text` names, sorted; PlacementError, starting with `where`, if they are no ranks.
+    """Returns the world ranks named by `text`, sorted. Raises PlacementError if it names no ranks. `where` begins its
+    message.
 
-    `a-b:c-d`, as RLinf writes it, says besides which processes of the role are on these ranks. A rank is a process
-    here, or one of several that make a process together, as of an engine; so there may be no more processes than ranks.
+    RLinf's form `a-b:c-d` also names the processes of the role on these ranks. In rltrain a process has one rank or
+    several, such as the ranks of an engine. So there can be no more processes than ranks.
     """
     ranges = text.strip()
     if ranges == "all":
@@ -163,7 +166,7 @@ def parse_ranks(text: str, world_size: int, ranks_per_node: int, where: str = "p
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """The shortest ranges that name `ranks`: (0, 1, 2, 5) -> "0-2,5"."""
+    """Returns the shortest text of ranges for `ranks`: (0, 1, 2, 5) -> "0-2,5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -174,8 +177,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
-    """The grid of every placed role; PlacementError if its tp * pp * cp does not divide its number of ranks, or
-    its ep * etp those of a pipeline stage."""
+    """Returns the grid of every placed role.
+
+    Raises PlacementError if tp * pp * cp does not divide a role's ranks, or ep * etp those of a pipeline stage.
+    """
     grids = {}
     for role in placement.roles:
         parallel, key = config.parallel_of(role)
@@ -187,7 +192,7 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
                 f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
                 f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
             )
-        # An engine's experts lie on the ranks of its tensor parallelism.
+        # An engine's experts are on the ranks of its tensor parallelism.
         of_engine = max(1, parallel.tp // parallel.ep) if parallel.ep > 1 and role in served_roles() else None
         grid = Grid(
             ranks,
@@ -206,35 +211,34 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
 
 
 def _copies(config: Config, role: str, num_ranks: int, given: str) -> int | None:
-    """Grid.copies. PlacementError where they do not divide the role's ranks."""
+    """Returns `Grid.copies` of a role. Raises PlacementError if it does not divide the role's ranks."""
     if role not in model_roles() or config.backend_of(role) != "fsdp":
         return None
     copies = config.fsdp_of(role).replicas
     if num_ranks % copies:
         raise PlacementError(
-            f"{given}: role {role} has {num_ranks} ranks, which {copies} copies of its model are to share "
-            f"({role}.fsdp.replicas, or the actor's); expected a multiple of {copies} ranks, or a divisor of "
-            f"{num_ranks}"
+            f"{given}: role {role} has {num_ranks} ranks, but {role}.fsdp.replicas (or the actor's) asks for {copies} "
+            f"copies of its model; expected a multiple of {copies} ranks, or a divisor of {num_ranks} as replicas"
         )
     return copies
 
 
 def _refuse_expert_shares(grid: Grid, key: str, who: str) -> None:
-    """PlacementError where ep x etp does not divide the ranks of a pipeline stage."""
+    """Raises PlacementError if ep * etp does not divide the ranks of a pipeline stage."""
     stage, etp = len(grid.ranks) // grid.pp, grid.etp or grid.tp
     if stage % (grid.ep * etp) == 0:
         return
     legal = [n for n in range(1, stage + 1) if stage % (n * etp) == 0]
     nearest = f"ep {min(legal, key=lambda n: (abs(n - grid.ep), n))}" if legal else "etp 1"
-    given = f"etp {etp}" if grid.etp else f"etp {etp} (that of tp, where null)"
+    given = f"etp {etp}" if grid.etp else f"etp {etp} (null, so equal to tp)"
     raise PlacementError(
-        f"{who} has {stage} ranks in a pipeline stage, but {key} shares out experts over ep {grid.ep} x {given} = "
+        f"{who} has {stage} ranks in a pipeline stage, but {key} divides experts among ep {grid.ep} x {given} = "
         f"{grid.ep * etp}; expected a divisor of {stage}. The nearest that works is {nearest}"
     )
 
 
 def _without_processes(text: str, world_size: int, where: str) -> str:
-    """`text` without the processes behind colons, which are counted from 0 in the order of the ranks."""
+    """Returns `text` without the processes after each colon. They are counted from 0 in the order of the ranks."""
     items, first = [], 0
     for item in text.split(","):
         ranks, colon, processes = (part.strip() for part in item.partition(":"))
@@ -244,25 +248,23 @@ def _without_processes(text: str, world_size: int, where: str) -> str:
         items.append(f"0-{world_size - 1}" if ranks == "all" else ranks)
         named = RANGE.fullmatch(processes)
         if named is None:
-            raise PlacementError(
-                f"{where}: {processes!r} behind the colon is no range of processes; expected {GRAMMAR}"
-            )
+            raise PlacementError(f"{where}: {processes!r} after the colon is no range of processes; expected {GRAMMAR}")
         number = len(_parse_ranges(items[-1], "rank", world_size, where))
         count = int(named[2] or named[1]) - int(named[1]) + 1
         if int(named[1]) != first:
             raise PlacementError(
-                f"{where}: the processes of {item.strip()!r} begin with {named[1]}; expected {first}: here the "
-                "processes of a role are numbered by its ranks"
+                f"{where}: the processes of {item.strip()!r} begin with {named[1]}; expected {first}, since the "
+                "processes of a role are numbered in the order of its ranks"
             )
         if count > number:
             raise PlacementError(
-                f"{where}: {item.strip()!r} puts {count} processes on {number} ranks; expected at most as many: a rank "
-                "is one process of torchrun's, and no role has several on it"
+                f"{where}: {item.strip()!r} puts {count} processes on {number} ranks; expected at most one process per "
+                "rank"
             )
         if number % max(count, 1):
             raise PlacementError(
-                f"{where}: {item.strip()!r} shares {number} ranks out among {count} processes; expected a divisor of "
-                f"{number}: ranks of one process are an engine, or a copy of a model, of parallel.tp ranks"
+                f"{where}: {item.strip()!r} divides {number} ranks among {count} processes; expected a divisor of "
+                f"{number}. One process corresponds to the parallel.tp ranks of an engine or model copy"
             )
         first += count
     return ",".join(items)
@@ -289,7 +291,7 @@ def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ..
     return tuple(sorted(numbers))
 
 
-# The rank lists over which the roles of a job need process groups. Pure: the same on every rank.
+# The rank lists for which a job needs process groups. Equal on every rank.
 
 RankList = tuple[int, ...]
 
@@ -297,9 +299,9 @@ SYNCED_PAIRS = tuple(("actor", role) for role in SYNCED.values())
 
 
 def model_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
-    """The rank lists that a Megatron model on `grid` needs, under the field names of Megatron's ProcessGroupCollection.
+    """Returns the rank lists of a Megatron model on `grid`, by the field names of Megatron's ProcessGroupCollection.
 
-    Every list is ascending. Embedding lists hold the pipeline stages that have a copy of the embeddings.
+    Every list is ascending. An embedding list has the pipeline stages with a copy of the embeddings.
     """
     pipelines = grid.lists("pp")
     return {
@@ -320,17 +322,17 @@ def model_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
 
 
 def group_lists(grids: Mapping[str, Grid]) -> tuple[RankList, ...]:
-    """Every rank list that the roles on `grids` need, once each, in the order in which all ranks make the groups.
+    """Returns every rank list needed by the roles of `grids`, once each, in the order in which all ranks create groups.
 
-    Per role: its ranks and its replicas; for a role whose model is Megatron's, its model groups. Per pair of roles
-    between which weights are synced: the union of their ranks.
+    Each role needs its ranks and its replicas. A role with a Megatron model also needs the lists of the model. A pair
+    of roles with a weight sync between them needs the union of their ranks.
     """
     lists = {ranks for of_roles in role_group_lists(grids).values() for ranks in of_roles}
     return tuple(sorted(lists, key=global_order))
 
 
 def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[RankList]]:
-    """Roles -> the rank lists that tasks use in which at least these take part."""
+    """Returns role sets, each with the rank lists of tasks in which at least these roles take part."""
     lists: dict[frozenset[str], set[RankList]] = {}
     for role, grid in grids.items():
         own = lists[frozenset({role})] = {grid.ranks, *grid.lists("pp", "cp", "tp")}
@@ -343,18 +345,18 @@ def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[Rank
 
 
 def lists_of_task(roles: Iterable[str], grids: Mapping[str, Grid]) -> set[RankList]:
-    """The rank lists that a task over `roles` may use; all of their members take part in it."""
+    """Returns the rank lists that a task of `roles` may use. All of their members take part in the task."""
     taking_part = frozenset(roles)
     return {ranks for users, lists in role_group_lists(grids).items() if users <= taking_part for ranks in lists}
 
 
 def global_order(ranks: RankList) -> tuple[int, RankList]:
-    """Sorts lists into the order in which all ranks make their groups."""
+    """Returns the sort key of a list for the order in which all ranks create groups."""
     return len(ranks), ranks
 
 
 def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
-    """Lists of the expert layers. ValueError where the grid's expert parallelism does not divide its ranks."""
+    """Returns the lists of expert layers. Raises ValueError if expert parallelism does not divide the grid's ranks."""
     ranks = grid.expert_array
     pp, expert_dp, ep, tp = range(4)
     return {
@@ -367,7 +369,7 @@ def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
 
 
 def _shard_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
-    """Lists of a model that is sharded over all its ranks: of every copy, and of the ranks with equal shards."""
+    """Returns the lists of a model sharded over all ranks: the ranks of each copy, and the ranks with equal shards."""
     if not grid.is_sharded:
         return {}
     return {"shard": lists_along(grid.sharded_array, 1), "replicate": lists_along(grid.sharded_array, 0)}

@@ -1,7 +1,7 @@
-"""Process groups from explicit rank lists. The only module that makes any.
+"""Process groups from explicit rank lists. No other module creates any.
 
-Every group of the job is made here, at start-up, in one global order, and every later generation of a group whose
-communicator was released. Equal rank lists share one communicator, whichever role or purpose they come from.
+Every group of the job is created here at start-up, in one global order. So is every later generation of a group with a
+released communicator. Equal rank lists share one communicator, for all roles and purposes.
 """
 
 import itertools
@@ -18,24 +18,24 @@ from torch.distributed import distributed_c10d as c10d
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.placement import RankList, format_ranks, global_order
 
-# A process group whose communicator can be destroyed and made again while everybody keeps the same object.
+# A process group with a replaceable communicator. Its users keep the same object.
 
 LOOK_S, LONGEST_LOOK_S = 0.005, 2.0
-"""Between two looks whether all members have released a communicator: each waits twice as long as the one before."""
+"""First and longest pause, in seconds, between checks for released communicators. Each pause doubles the last one."""
 OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType", "send", "recv"})
 
 
 class ReopenableGroup(dist.ProcessGroup):
-    """Passes every call on to the process group that is open at present.
+    """A process group that forwards every call to the present communicator.
 
-    Models, optimizers and schedules hold process groups in many places, so these cannot be replaced. Communicators
-    have generations: members that open the same one meet, in a part of the store of its own, whatever they made before.
-    Who sends and receives by `batch_isend_irecv` gives it the `plain_group`.
+    Models, optimizers and schedules hold process groups in many places, so the groups cannot be replaced. Communicators
+    have generations. Members that open the same generation meet in a part of the store reserved for it, independent of
+    their earlier generations. Callers of `batch_isend_irecv` must pass it the `plain_group`.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], *, backend: str, timeout: timedelta) -> None:
-        """Generation 0. `name` is this group's alone in the job. Collective over: `ranks`, this rank among them."""
-        super().__init__(ranks.index(dist.get_rank()), len(ranks))  # type: ignore[call-arg]  # as its stub leaves out
+        """Opens generation 0. `name` is unique in the job. Collective over: `ranks`. This rank must be one of them."""
+        super().__init__(ranks.index(dist.get_rank()), len(ranks))  # type: ignore[call-arg]  # missing in torch's stub
         self._name, self._ranks, self._backend, self._timeout = name, ranks, backend, timeout
         self._inner: dist.ProcessGroup | None = None
         self._ending: _Ending | None = None
@@ -44,9 +44,9 @@ class ReopenableGroup(dist.ProcessGroup):
         self._register()
 
     def open(self, generation: int) -> None:
-        """Have the communicator of this generation, closing an older one. Collective over: the ranks, if it is new.
+        """Opens the communicator of `generation` and closes an older one. Collective over: the ranks, if it is new.
 
-        NCCL's is made in the first call, which all ranks must make.
+        NCCL creates its communicator in the first call. All ranks must make that call.
         """
         if generation == self.generation:
             return
@@ -66,15 +66,15 @@ class ReopenableGroup(dist.ProcessGroup):
         c10d._world.pg_group_ranks[self._inner] = {rank: index for index, rank in enumerate(self._ranks)}
         self.generation = generation
         if self._backend == "gloo":
-            # A member has its own connections before others have theirs, which would break off were it to close now.
+            # A member has its connections before others have theirs. Closing now would break them off.
             self._inner.barrier().wait()
 
     def close(self) -> None:
-        """Release the communicator, if one is open. All its work must be done on the device, and what is recorded of it
-        forgotten, since NCCL waits until no CUDA graph holds it.
+        """Releases the communicator, if one is open. Its work on the device must be done, and CUDA graphs that captured
+        it must be destroyed first, since NCCL waits for them.
 
-        Waits for nobody, since members close at places of their own in the order of tasks. On NCCL, where destroying
-        may wait for the other members, it is destroyed, and its memory free, once all have released it.
+        Does not wait for other members, because each closes at its own place in the order of tasks. Destroying an NCCL
+        communicator may wait for them. So it is destroyed, and its memory freed, once all have released it.
         """
         if self._inner is None:
             return
@@ -86,7 +86,8 @@ class ReopenableGroup(dist.ProcessGroup):
         self._inner = self.generation = None
 
     def shutdown(self) -> None:
-        """Torch ends every group that it knows, and the communicator is one of its own."""
+        """Lets torch destroy a released communicator. Torch ends every group that it knows, and knows the communicator
+        as well."""
         if self._ending is not None:
             self._ending.leave_to_torch(self._timeout)
 
@@ -94,33 +95,32 @@ class ReopenableGroup(dist.ProcessGroup):
         self.shutdown()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        """As of any group; RuntimeError where messages have to be issued together."""
+        """Sends like any group. Raises RuntimeError if the backend needs messages to be issued together."""
         return self._for_single_messages(tensors[0]).send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        """As of any group; RuntimeError where messages have to be issued together."""
+        """Receives like any group. Raises RuntimeError if the backend needs messages to be issued together."""
         return self._for_single_messages(tensors[0]).recv(tensors, peer, tag)
 
     @property
     def inner(self) -> dist.ProcessGroup:
         if self._inner is None:
             raise RuntimeError(
-                f"the communicator over ranks {self._ranks} was released, and is used by a task that was not expected "
-                "to: its role is not among those that the group was made for"
+                f"the communicator over ranks {self._ranks} was released, but a task uses it; the task's role is not "
+                "among the roles of this group"
             )
         return self._inner
 
     def _for_single_messages(self, tensor: Tensor) -> dist.ProcessGroup:
         if self.inner._get_backend(tensor.device).supports_coalescing:
             raise RuntimeError(
-                f"a message over ranks {self._ranks} is issued on its own, where ranks that send to each other would "
-                "wait forever: torch takes messages together only on a plain ProcessGroup. Give batch_isend_irecv "
-                "plain_group(group) of rltrain/runtime/process_groups.py"
+                f"a message over ranks {self._ranks} is issued alone, so ranks that send to each other could wait "
+                "forever; pass plain_group(group) of rltrain/runtime/process_groups.py to batch_isend_irecv"
             )
         return self.inner
 
     def _register(self) -> None:
-        """torch looks up what it knows of a group by the object that it is given."""
+        """Registers this object with torch, which looks up the facts of a group by its object."""
         world, inner = c10d._world, self.inner
         world.pg_map[self] = world.pg_map[inner]
         world.pg_group_ranks[self] = world.pg_group_ranks[inner]
@@ -129,10 +129,10 @@ class ReopenableGroup(dist.ProcessGroup):
 
 
 class _Ending(JobThread):
-    """Destroys a communicator of NCCL once every member has released it.
+    """Destroys an NCCL communicator once every member has released it.
 
-    A rank that destroys one may wait for the others of its node to do so (github.com/NVIDIA/nccl/issues/863), which it
-    can only where nobody has anything left to do before.
+    A rank that destroys one may wait for the other ranks of its node (github.com/NVIDIA/nccl/issues/863). So no rank
+    may still have other work to do before that.
     """
 
     def __init__(self, communicator: dist.ProcessGroup, store: dist.Store, ranks: tuple[int, ...]) -> None:
@@ -151,27 +151,27 @@ class _Ending(JobThread):
             look_s = min(2 * look_s, LONGEST_LOOK_S)
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        c10d._abort_process_group(self._communicator)  # an orderly end would wait for work that others may have left
+        c10d._abort_process_group(self._communicator)  # a destroy would wait for work that others may have dropped
 
     def finish(self, timeout: timedelta) -> None:
-        """RuntimeError where members do not come to release it. Collective over: the members."""
+        """Waits until the communicator is destroyed. Raises RuntimeError if members still hold it. Collective over: the
+        members."""
         self.join(timeout.total_seconds())
         if self.is_alive():
             missing = [rank for rank in self._ranks if not self._store.check([str(rank)])]
             raise RuntimeError(f"the communicator over ranks {self._ranks} is still held by ranks {missing}")
 
     def leave_to_torch(self, timeout: timedelta) -> None:
-        """At the end of the job, when members may never release it."""
+        """Stops waiting at the end of the job. Members may then never release the communicator."""
         self._left_to_torch.set()
         self.join(timeout.total_seconds())
 
 
 def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same group for messages that are issued together, until it is released.
+    """Returns the same group for messages issued together. It is valid until the group is released.
 
-    `batch_isend_irecv` asks for exactly the type ProcessGroup before it makes one call of NCCL of them. Of a subclass
-    each message goes alone, on a communicator of two ranks that is made for it, and two ranks that both send first
-    wait for each other.
+    `batch_isend_irecv` combines messages into one NCCL call only for the exact type ProcessGroup. For a subclass it
+    sends each message alone, on a communicator of two ranks. Two ranks that both send first would wait for each other.
     """
     return group.inner if isinstance(group, ReopenableGroup) else group
 
@@ -192,11 +192,11 @@ for _name in {*dir(dist.ProcessGroup)} - OWN:
 
 
 _numbers = itertools.count()
-"""All ranks make sets of groups in one order, so these tell them apart in the store."""
+"""Numbers of sets of groups, equal on all ranks. They distinguish the sets in the store."""
 
 
 class GroupTable(dict[RankList, dist.ProcessGroup]):
-    """Rank list -> process group, for the lists that hold this rank."""
+    """Rank list -> process group, for the lists with this rank."""
 
     def __missing__(self, ranks: RankList) -> dist.ProcessGroup:
         known = "; ".join(format_ranks(known) for known in self)
@@ -208,7 +208,7 @@ class GroupTable(dict[RankList, dist.ProcessGroup]):
 class ProcessGroups:
     """This rank's groups: `groups[ranks]` on the compute backend, `groups.cpu[ranks]` over the same ranks on gloo.
 
-    Where the backend is gloo both are the same group. A group's ranks are numbered in ascending world order.
+    If the backend is gloo, both are the same group. A group's ranks are numbered in ascending world order.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class ProcessGroups:
         timeout_s: float,
         reopenable: Collection[RankList] = (),
     ) -> None:
-        """Make the groups. Collective over: all ranks, which give equal `lists` in equal order.
+        """Creates the groups. Collective over: all ranks, with equal `lists` in equal order.
 
-        The communicators of `reopenable` lists on the compute backend can be released and made again later.
+        Communicators of the `reopenable` lists on the compute backend can be released and created again later.
 
-        All ranks make every call, since torch names a group by counting them; for a rank that is no member the call
-        returns at once. With `use_local_synchronization` torch would name a group by how many groups a rank has
-        already, which differs between the members of overlapping lists: they would wait for each other forever.
+        All ranks make every call, since torch names a group by counting calls. The call returns at once for ranks
+        outside the group. With `use_local_synchronization` torch would name a group by the number of groups of a rank.
+        Members of overlapping lists differ in this number and would wait for each other forever.
         """
         self._number = next(_numbers)
         self._reopenable: dict[RankList, ReopenableGroup] = {}
@@ -246,14 +246,14 @@ class ProcessGroups:
 
     @property
     def reopenable(self) -> tuple[RankList, ...]:
-        """Those of this rank's groups whose communicators can be released."""
+        """The lists of this rank's groups with releasable communicators."""
         return tuple(self._reopenable)
 
     def open(self, generations: Mapping[RankList, int]) -> None:
-        """Have these generations of reopenable groups. Collective over: all members of each list, at one task.
+        """Opens these generations of reopenable groups. Collective over: all members of each list, at one task.
 
-        In the order in which all ranks make groups: in any other, members of overlapping lists could wait for each
-        other forever.
+        Groups open in the global order. In any other order, members of overlapping lists could wait for each other
+        forever.
         """
         self.close(
             ranks for ranks, generation in generations.items() if self._reopenable[ranks].generation != generation
@@ -262,7 +262,7 @@ class ProcessGroups:
             self._reopenable[ranks].open(generations[ranks])
 
     def close(self, lists: Iterable[RankList]) -> None:
-        """Release the communicators of reopenable groups, as ReopenableGroup.close does."""
+        """Releases the communicators of reopenable groups, like ReopenableGroup.close."""
         for ranks in lists:
             self._reopenable[ranks].close()
 

@@ -1,7 +1,7 @@
-"""Host memory that processes of one user on one machine share: without a name in any file system.
+"""Host memory shared by processes of one user on one machine, without a name in any file system.
 
-It is reached through the open files of the process that made it, by its own user alone, and is gone with the last
-process that has it open or mapped, however that ends. Unlike files in /dev/shm it is not bounded by that mount's size.
+Other processes of the user reach it through the open files of its creator. It disappears with the last process that has
+it open or mapped, even after a crash. Unlike files in /dev/shm, it is not limited by the size of that mount.
 """
 
 import errno
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 NAME = "rltrain"
-"""By which such memory is told from other open files."""
+"""The name of this memory among open files."""
 AVAILABLE = hasattr(os, "memfd_create")
-"""Whether this system has such memory."""
+"""Whether this system supports such memory."""
 
 
 class SharedMemory:
-    """An open file without a name. `close` ends the access by `path`; memory that is mapped stays until it is freed."""
+    """An open file without a name. `close` ends the access by `path`. Mapped memory stays until it is freed."""
 
     def __init__(self, file: int) -> None:
         self.file = file
 
     @classmethod
     def create(cls) -> Self:
-        """Without any bytes yet."""
+        """Creates memory of zero bytes."""
         file = os.memfd_create(NAME)
         os.fchmod(file, 0o600)
         return cls(file)
 
     @classmethod
     def open(cls, process: int, file: int) -> Self:
-        """What `process` has open under number `file`.
+        """Opens file number `file` of `process`.
 
-        Raises OSError where that cannot be reached from here, and where it is something else: to another container
-        the same number may be another process.
+        Raises OSError if it cannot be reached, or if it is something else. In another container the same number may
+        belong to another process.
         """
         path = path_of(process, file)
         found = os.readlink(path)
@@ -46,7 +46,7 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it for as long as it is open here."""
+        """The path for other processes of this user. Valid while the file is open here."""
         return path_of(os.getpid(), self.file)
 
     @property
@@ -54,11 +54,11 @@ class SharedMemory:
         return os.fstat(self.file).st_size
 
     def resize(self, num_bytes: int) -> None:
-        """Pages are taken from the machine when they are first written."""
+        """Sets the size. The machine supplies pages at the first write."""
         os.ftruncate(self.file, num_bytes)
 
     def map(self) -> Tensor:
-        """uint8, all of it."""
+        """Maps all bytes. Returns a tensor of dtype uint8."""
         if self.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Stopping a job that is asked to end, and leaving the store when ranks are done."""
+"""Stops a job on request, and keeps the store until all ranks are done."""
 
 import logging
 import math
@@ -22,27 +22,26 @@ from rltrain.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
-# Stopping a job that is asked to end: by SIGTERM and SIGUSR1 from a scheduler that takes the machines, by Ctrl-C.
+# Stopping on request: SIGTERM and SIGUSR1 from a scheduler that needs the machines, or Ctrl-C.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ASKED_AGAIN = {signal.SIGINT, signal.SIGTERM}
-"""A second Ctrl-C, whatever torchrun does: at the first one a rank gets SIGINT twice, from the terminal and from
-torchrun, which at the second one sends SIGTERM."""
+"""Signals after a second Ctrl-C. The first one sends a rank SIGINT twice, from the terminal and from torchrun. At the
+second one torchrun sends SIGTERM."""
 
 PAUSE = "paused: "
-"""What reasons begin with that a rank has to stop at, without a signal."""
+"""Beginning of the reasons for a stop without a signal."""
 
 NONE_SAVED = "checkpoint.save_interval and checkpoint.save_every_s are 0"
 
 LOOK_S = 0.5
 SAVES_KEPT = 8
-"""Boundaries at which the job saved by time that the store remembers. A rank that is further behind has waited for
-checkpoints to be complete."""
+"""Number of saves by time that the store remembers. A rank further behind has waited for complete checkpoints."""
 
 
 class Decided(NamedTuple):
-    """What ranks have decided: the last boundary that any of them has asked about, the latest boundaries at which the
-    job saves by time, and why it ends at the last one. The reason is empty where the job goes on."""
+    """The decisions of all ranks so far: the last boundary in question, the latest boundaries with a save by time, and
+    the reason to end at the last boundary. An empty reason means that the job continues."""
 
     boundary: int = -1
     saves: tuple[int, ...] = ()
@@ -59,13 +58,13 @@ class Decided(NamedTuple):
 
 
 class StopRequest:
-    """Whether any rank of the job has got a signal that asks it to stop.
+    """A request by signal to stop the job, received by any rank.
 
-    The signal is only noted. Ranks stop together, at a boundary between steps: the first one to come to it decides for
-    all. If that takes longer than `within_s`, the process ends without it, and at once where other ranks are gone: no
-    step will end then, and torchrun, which has sent the signal because of that, waits for those that are left.
+    The signal is only recorded. Ranks stop together at a boundary between steps. The first rank there decides for all.
+    If this takes longer than `within_s`, the process ends before the boundary. It ends at once if other ranks are gone.
+    Then no step can end any more, and torchrun waits for the remaining ranks.
 
-    In a job that saves nothing only SIGINT is listened to, and ends it at once with one line.
+    A job that saves nothing handles only SIGINT, and ends at once with one line.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class StopRequest:
         last_resort: Callable[[], str],
         looks_at: Collection[int] | None = None,
     ) -> None:
-        """`store` is for a thread's calls: World.background. `last_resort` says what is left if the job ends without
-        saving. `looks_at` are the ranks of which it finds out whether they are gone (None: all)."""
+        """`store` is World.background, for calls from a thread. `last_resort` returns what remains of a run without a
+        final save. `looks_at` are the ranks to be watched for their end (None: all)."""
         self.ending = Ending(store, rank, len(observer.ranks))
         self._store = dist.PrefixStore("stop", store)
         self._observer = Observer(Board(store), len(observer.ranks), observer.limits)
@@ -89,12 +88,12 @@ class StopRequest:
         self.within_s = within_s
         self._last_resort = last_resort
         self._decided = ""
-        """The text of `Decided`, as this rank has seen it last."""
+        """The text of `Decided` last seen by this rank."""
         self._replaced: dict[signal.Signals, Any] = {}
-        # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
+        # Python runs signal handlers on the main thread, but a collective may block it. The number still arrives here.
         self._arrivals, self._arrive = socket.socketpair()
         self.heard = threading.Event()
-        """This rank has got a signal itself."""
+        """Set if this rank itself has received a signal."""
         self._over = threading.Event()
         self._thread = JobThread(target=self._follow, daemon=True, name="stop request")
 
@@ -103,14 +102,14 @@ class StopRequest:
         return SIGNALS if self.saves else (signal.SIGINT,)
 
     def listen(self) -> None:
-        """Take the signals over from now on. From the main thread."""
+        """Takes over the signals. Call it from the main thread."""
         self._thread.start()
         self._arrive.setblocking(False)
         signal.set_wakeup_fd(self._arrive.fileno(), warn_on_full_buffer=False)
         self._replaced = {number: signal.signal(number, _leave_to_thread) for number in self._signals}
 
     def close(self) -> None:
-        """Nothing has to be stopped any more. From the main thread; may be repeated."""
+        """Restores the signal handlers. Call it from the main thread. Calling it again does no harm."""
         self._over.set()
         self._arrive.send(b"\0")
         self._thread.join(LOOK_S)
@@ -119,10 +118,10 @@ class StopRequest:
         signal.set_wakeup_fd(-1)
 
     def verdict(self, boundary: int, *, is_time: bool = False) -> str | None:
-        """Why the job ends at `boundary`, or None where it goes on: what the first rank to ask found, for all ranks.
+        """Returns the reason to end the job at `boundary`, or None to continue. The first rank to ask decides for all.
 
-        That rank also decides whether the job saves there because it `is_time`, which `saves_at` tells. What is kept is
-        the last boundary that a rank has asked about, not each of them.
+        That rank also decides whether the job saves there because `is_time` is set. `saves_at` returns this decision.
+        The store keeps only the last boundary in question.
         """
         found = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
         while True:
@@ -134,18 +133,18 @@ class StopRequest:
             self._decided = self._store.compare_set("decided", self._decided, str(mine)).decode()
 
     def saves_at(self, boundary: int) -> bool:
-        """Whether all ranks save at `boundary` because it was time. For a rank that has asked for its verdict."""
+        """Returns whether all ranks save at `boundary` because it was time. Call `verdict` for the boundary first."""
         return boundary in Decided.read(self._decided).saves
 
     def saved_by_time(self) -> tuple[int, ...]:
-        """Returns the latest boundaries at which the job saves by time, whether or not this rank has come to them."""
+        """Returns the latest boundaries with a save by time, even if this rank has not reached them."""
         if self._store.check(["decided"]):
             return Decided.read(self._store.get("decided").decode()).saves
         return ()
 
     def pause(self, reason: str) -> None:
-        """Have all ranks save and end at the next boundary that none of them has come to. By any rank, and by as many
-        as find the reason."""
+        """Makes all ranks save and end at the next boundary that none of them has reached. Any number of ranks may call
+        it."""
         self._store.compare_set("requested", "", PAUSE + reason)
 
     def _follow(self) -> None:
@@ -156,7 +155,7 @@ class StopRequest:
         deadline = time.monotonic() + self.within_s
         self._end_if_others_are_gone(requested)
         if not self.saves:
-            self._end(requested, f"the job ends and saves nothing, as {NONE_SAVED}")
+            self._end(requested, f"the job ends and saves nothing, because {NONE_SAVED}")
         self._announce(requested)
         while True:
             also = self._next_signal(LOOK_S)
@@ -164,7 +163,7 @@ class StopRequest:
                 return
             self._end_if_others_are_gone(requested)
             if {requested, also} == ASKED_AGAIN:
-                self._end(requested, "asked again, the job ends at once without a checkpoint")
+                self._end(requested, "on the second request the job ends at once, without a checkpoint")
             if time.monotonic() > deadline:
                 limit = f"checkpoint.stop_within_s = {self.within_s:g} s"
                 self._end(requested, f"the step did not end within {limit}, so nothing was saved", FAILED)
@@ -174,7 +173,7 @@ class StopRequest:
         self.ending.with_message(f"{requested.name}: {why}{left}", status or 128 + requested)
 
     def _next_signal(self, seconds: float | None) -> signal.Signals | None:
-        """The next one that has come; None for one that is not for it, or where none comes within `seconds`."""
+        """Returns the next signal. None for other signals, or if none arrives within `seconds`."""
         self._arrivals.settimeout(seconds)
         try:
             number = self._arrivals.recv(1)[0]
@@ -203,33 +202,35 @@ class StopRequest:
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """The thread that follows the signals has got the number already."""
+    """Does nothing, because the thread of the stop request has already received the number."""
 
 
-# The end of ranks that have done their part: whoever others still need stays.
+# The end of finished ranks. A rank that others still need stays.
 
 LEFT = "left"
-"""Counts, in the store, the ranks that need it no more."""
+"""Counter in the store of the ranks that no longer need it."""
 LEAVING_LOOK_S = 0.1
 LEAVES_WITHIN_S = 30.0
-"""From where all ranks have done their part."""
+"""Seconds for the other ranks to leave after all of them are done."""
 NOTICED_WITHIN_S = 5.0
-"""A torchrun agent looks once a second whether nodes have come."""
+"""Seconds for torchrun's agents to notice a new node. They check once a second."""
 
 
 def await_signal_of_launcher(stop: StopRequest, world: World, stopped_by: str | None) -> None:
-    """Where SIGTERM has stopped a job over several nodes: return once this rank has got it too, or seconds later.
+    """Waits a few seconds for SIGTERM on this rank, if SIGTERM has stopped a job over several nodes.
 
-    Agents of torchrun notice by themselves that a node has come, and then send SIGTERM to their own ranks. One whose
-    ranks have ended well before takes the job for done, and closes it to the others.
+    Each torchrun agent notices a new node by itself and then sends SIGTERM to its own ranks. If the ranks of an agent
+    have ended well before, it regards the job as done and closes it to the other agents.
     """
     if world.num_nodes > 1 and stopped_by == "SIGTERM":
         stop.heard.wait(NOTICED_WITHIN_S)
 
 
 def leave_store(job_store: JobStore, ending: Ending) -> None:
-    """The last call of a rank to the store. Rank 0, where it has the store itself, returns after all others, or ends
-    with them where the job fails: also where they are lost. Collective over: all ranks."""
+    """Makes this rank's last call to the store. Collective over: all ranks.
+
+    If rank 0 has the store, it returns after all other ranks. If the job fails or ranks are lost, it ends with the job.
+    """
     world, store = job_store.world, job_store.world.background
     if not world.has_store_in_rank_0:
         return
@@ -243,7 +244,7 @@ def leave_store(job_store: JobStore, ending: Ending) -> None:
         if gone := job_store.observer.gone(others):
             ending.by(StallError(f"ranks {gone} were lost before their end"))
         if time.monotonic() > deadline:
-            logger.warning("%d ranks that are done have not left", len(others) - num_left)
+            logger.warning("%d finished ranks have not left the store", len(others) - num_left)
             return
         statuses = job_store.observer.look(others).values()
         if deadline == math.inf and all(status.beat.finished for status in statuses):

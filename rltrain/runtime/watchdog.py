@@ -1,4 +1,4 @@
-"""Ends a job in which nobody gets on, or a rank or the store is lost; joins within a limit."""
+"""Ends a job without progress, or one that has lost a rank or the store. Joins a job within a limit."""
 
 import json
 import logging
@@ -19,16 +19,17 @@ from rltrain.runtime.job_store import Observer, OwnBeats, is_silent, what_it_doe
 from rltrain.runtime.machine import JobThread, has_lost_launcher
 from rltrain.runtime.world import World, join_world
 
-# Ends a rank that the job's store answers no more, as behind a cable that was cut: no call of it would ever return.
+# Ends a rank if the job's store no longer answers, for example after a cut cable. A call to it would never return.
 
 LOOK_S = 1.0
 
 
 class StoreWatch:
-    """A thread that asks nobody. The watchdog, which asks the store all the time, says when it was `answered`.
+    """A thread that makes no calls to the store. The watchdog calls the store all the time and reports answers by
+    `answered`.
 
-    Seconds are counted by its own looks, so that a process which was stopped for a while begins where it was. One rank
-    of every host prints the message: those of the store's own host have theirs.
+    The thread counts seconds by its own checks, so time in which the process was stopped does not count. One rank of
+    every host prints the message. On the store's own host, that host's ranks have a message already.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class StoreWatch:
         end: Callable[[int], None] = os._exit,
         look_s: float = LOOK_S,
     ) -> None:
-        """`limit`: what sets it, such as a config key. `last_known`: what this rank is doing, in words."""
+        """`limit` names the source of the limit, such as a config key. `last_known` returns this rank's activity in
+        words."""
         self._rank, self._limit_s, self._limit, self._last_known, self._end = rank, limit_s, limit, last_known, end
         self._look_s = look_s
         self._silent_s = 0.0
@@ -51,7 +53,7 @@ class StoreWatch:
         self._thread.start()
 
     def answered(self) -> None:
-        """The store has just answered."""
+        """Reports an answer of the store."""
         self._silent_s = 0.0
 
     def stop(self) -> None:
@@ -76,26 +78,26 @@ class StoreWatch:
         self._end(FAILED)
 
 
-# Ends a job in which nobody gets on any more, or a rank is lost, with one message, and every rank's Python stacks in
-# the run folder.
+# Ends a job without progress or with a lost rank. One message is printed, and every rank's Python stacks go to the run
+# folder.
 
 logger = logging.getLogger(__name__)
 
 STALL = "stall"
 RANKS_AT_ONCE = 64
-"""As many look at rank 0 every time; the next as many every other time, and so on: whoever would judge soon looks
-often. As many are looked at together where it does not run."""
+"""Number of ranks that check rank 0 every time. The next ranks check every other time, and so on. Ranks closest to
+judging check most often. If rank 0 does not run, this is also the number of ranks checked together."""
 
 
 class Watchdog:
-    """A thread per rank. It also sees ranks that hang inside a collective or a kernel, which have no limit of ours.
+    """A thread per rank that ends a stalled job. It also finds ranks that hang inside a collective or a kernel.
 
-    The lowest rank that runs reads all heartbeats and judges; the others look for its verdict only. After a verdict
-    every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end. As they do
-    where another rank fails, or the torchrun agent that started one was killed.
+    The lowest running rank reads all heartbeats and judges. The others only check for its verdict. After a verdict
+    every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end. All ranks also
+    end if another rank fails, or if the torchrun agent of one was killed.
 
-    A task that gets on silently, as a first compilation does, looks like one that hangs: the limit, or the task's own
-    in `timeouts.tasks`, must exceed its longest silent piece.
+    A silent task, such as a first compilation, looks like a hanging one. So `timeouts.no_progress_s`, or the task's own
+    limit in `timeouts.tasks`, must exceed its longest silent time.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Watchdog:
         interval_s: float = INTERVAL_S,
         beats: OwnBeats | None = None,
     ) -> None:
-        """`store` is for the thread's calls: World.background. `beats`, of JobStore, knows whether the job ends."""
+        """`store` is World.background, for calls from the thread. `beats` is the one of JobStore."""
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
         self.store = store
@@ -122,16 +124,16 @@ class Watchdog:
         self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
 
     def doing(self) -> str:
-        """What this rank does, in words."""
+        """Returns this rank's activity in words."""
         return what_it_does(self.heartbeat.now())
 
     def start(self) -> None:
-        """Watch from now on. The heartbeat must have been started."""
+        """Starts the thread. The heartbeat must have been started."""
         self.store_watch.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank has done its part and will not be needed any more: to be called before the process ends."""
+        """Ends the thread. Call it before the process ends, once no rank needs this one any more."""
         self._ended.set()
         self._thread.join()
         self.store_watch.stop()
@@ -154,7 +156,8 @@ class Watchdog:
             self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(verdict)))))
 
     def _judges(self) -> bool:
-        """Whether no lower rank runs. Of those the lowest are looked at, and the next where none of these does."""
+        """Returns whether no lower rank runs. It checks rank 0 first, and then groups of RANKS_AT_ONCE ranks from the
+        lowest on."""
         if self.rank == 0:
             return True
         self._num_looks += 1
@@ -166,15 +169,16 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)
         self.store.set(f"{STALL}/written/{self.rank}", "1")
-        stacks = f"What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        stacks = f"Activities and Python stacks of all ranks: {self.folder}/rank*.txt"
         message = f"{verdict}{self.ending.told_way_on()}. {stacks}"
         self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
 
     def _end_without_launcher(self) -> None:
-        """Nobody would start this rank anew, and the other nodes' agents would wait for its own at the end."""
+        """Ends a rank without a torchrun agent. It would not be restarted, and the other nodes' agents would wait for
+        its agent."""
         self.ending.with_message(
-            f"rank {self.rank} on {platform.node()} {self.doing()}: torchrun, which started it, "
-            f"was killed on that host{self.ending.told_way_on()}",
+            f"rank {self.rank} on {platform.node()} {self.doing()}: its torchrun was killed on that host"
+            f"{self.ending.told_way_on()}",
             FAILED,
         )
 
@@ -184,7 +188,7 @@ class Watchdog:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank{self.rank}.txt").write_text(text)
         except OSError as error:
-            # The message must be printed all the same: a full or hung file system may be why the job stalls.
+            # The message must still be printed. A full or hung file system may be the cause of the stall.
             logger.error("cannot write to %s: %s", self.folder, error)
 
     def _wait_for_stacks(self) -> None:
@@ -198,22 +202,24 @@ class Watchdog:
 
 
 def _of_store(limits: Timeouts) -> tuple[float, str]:
-    """How long it may be silent, which is as long as a rank may be, and what says so."""
+    """Returns the longest silence of the store in seconds, the same as for a rank, and its config key."""
     return min((getattr(limits, name), f"timeouts.{name}") for name in ("lost_s", "no_progress_s"))
 
 
-# Joining the job: the first thing that a rank does, which ends within a limit or with a message.
+# Joining the job, a rank's first step. It ends within a limit or with a message.
 
 
 def join_within(timeout_s: float) -> World:
-    """The world, once all ranks have come. Where some do not within `timeout_s`, or the store does not answer within
-    twice that, the process ends. Collective over: all ranks."""
+    """Returns the world once all ranks have joined. Collective over: all ranks.
+
+    Ends the process if ranks are missing after `timeout_s`, or if the store does not answer within twice that.
+    """
     rank = int(os.environ["RANK"])
     watch = StoreWatch(rank, 2 * timeout_s, "twice the limit of the start", lambda: "is at joining the job")
     watch.start()
     try:
         return join_world(timeout_s)
     except (StallError, dist.DistError) as error:
-        end_alone(f"rank {rank} on {platform.node()} is at joining the job, which failed: {first_line(error)}")
+        end_alone(f"rank {rank} on {platform.node()} could not join the job: {first_line(error)}")
     finally:
         watch.stop()

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their names once they are complete, or not at all."""
+"""Files and folders that appear under their names only when they are complete."""
 
 import os
 import shutil
@@ -10,9 +10,10 @@ from typing import Any
 
 @contextmanager
 def written_whole(path: Path, *, durable: bool = True) -> Iterator[Any]:
-    """A binary file that takes the place of an earlier one at once when the block ends without an error.
+    """Opens a binary file that replaces `path` when the block ends without an error.
 
-    Whoever reads `path` finds the old file or the new one; if `durable`, though the machine fails. OSError.
+    Readers of `path` find the old file or the whole new one. With `durable` this holds even if the machine fails.
+    Raises OSError.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -26,26 +27,26 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file by one that holds `text`, as `written_whole` does."""
+    """Replaces the file by one with `text`, like `written_whole`."""
     with written_whole(path) as file:
         file.write(text.encode())
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the hidden place beside `path` in which the folder is made."""
+    """Returns the hidden path next to `path` at which the folder is built."""
     return path.with_name(f".{path.name}.partial")
 
 
 def make_empty(folder: Path) -> None:
-    """Makes the folder anew, without what an interrupted process has left there. OSError."""
+    """Creates an empty folder, without remains of an interrupted process. Raises OSError."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def put_in_place(complete: Path, path: Path, *, replaces: bool = False) -> None:
-    """Gives the folder `complete`, which lies beside `path`, that name. All of it is durable when this returns.
+    """Renames the folder `complete` to `path` in the same parent folder. Everything in it is durable when this returns.
 
-    OSError where the disk does not take it, and where there is such a folder already, unless it `replaces` that.
+    Raises OSError if the disk fails, or if `path` exists and `replaces` is not set.
     """
     for made in (*complete.rglob("*"), complete):
         flush(made)
@@ -59,7 +60,7 @@ def put_in_place(complete: Path, path: Path, *, replaces: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Makes the contents of a file durable, or the names in a folder."""
+    """Makes the contents of a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

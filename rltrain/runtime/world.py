@@ -1,4 +1,4 @@
-"""This process's place in the job: rank, device, store, network interface, number of the attempt."""
+"""A process's part in the job: rank, device, store, network interface, number of the attempt."""
 
 import fcntl
 import ipaddress
@@ -19,18 +19,18 @@ import torch.distributed as dist
 from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
 
-# Telling the attempts of a job apart: torchrun restarts ranks beside a store that has what earlier ones left.
+# Numbers of attempts. After a restart by torchrun, the store still has the keys of earlier attempts.
 
 POLL_S, POLL_SHARE = 0.01, 0.02
-"""Between two looks of rank 0 at who has come: at least that long, and that share of how long it has waited."""
+"""Rank 0 polls for arriving ranks. Its pause is at least POLL_S seconds, and at least POLL_SHARE of the time waited."""
 
 
 def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> int:
-    """The number of this attempt, the same on every rank that takes part in it, and on none of an earlier one.
+    """Returns the number of this attempt. It is equal on all ranks of the attempt, and different from earlier attempts.
 
-    Nothing that torchrun tells a rank is: agents count their own restarts only. Rank 0 takes the next number and gives
-    it to all who ask, until all have it. Whoever asks joins one list, so that one look of rank 0 is for all of them.
-    StallError where some do not come. Collective over: all ranks.
+    torchrun gives ranks no such number, because its agents count only their own restarts. Rank 0 takes the next number
+    and sends it to all asking ranks until all have it. Asking ranks append to one list, so one poll of rank 0 serves
+    them all. Raises StallError if ranks are missing after `timeout_s`. Collective over: all ranks.
     """
     if rank == 0:
         attempt = store.add("attempts", 1) - 1
@@ -50,8 +50,10 @@ def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> i
 
 
 def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> list[str]:
-    """The tickets of all who were told the number. Some may be left from an earlier attempt: whoever is there confirms
-    that it has got the number."""
+    """Sends the attempt's number to all tickets until every rank has confirmed it. Returns these tickets.
+
+    Some tickets may come from an earlier attempt. Only ranks of this attempt confirm.
+    """
     admitted: list[str] = []
     begin = time.monotonic()
     while missing := sorted({*ranks} - {*map(int, _listed(store, f"joined/{attempt}"))}):
@@ -66,9 +68,11 @@ def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> l
 
 
 def _clear(store: dist.Store, attempt: int, admitted: list[str]) -> None:
-    """Delete what was asked and answered, unless another rank has asked meanwhile, and what is left of the attempts
-    before the last one, of which no rank can be there any more. Stores of older versions of torch cannot list their
-    keys: there that stays."""
+    """Deletes the tickets and their answers, unless another rank has asked in the meantime.
+
+    Also deletes the keys of attempts before the last one, since none of their ranks can exist any more. Old versions of
+    torch cannot list keys. There they stay.
+    """
     store.compare_set("asks", "".join(f"{ticket} " for ticket in admitted), "")
     for ticket in admitted:
         store.delete_key(f"admitted/{ticket}")
@@ -81,11 +85,11 @@ def _clear(store: dist.Store, attempt: int, admitted: list[str]) -> None:
 
 
 def _listed(store: dist.Store, key: str) -> list[str]:
-    """What ranks have appended to a list in the store."""
+    """Returns the items of a list in the store."""
     return store.get(key).decode().split() if store.check([key]) else []
 
 
-# By which address, and over which network interface, other nodes reach this one.
+# The address and the network interface of this node as seen from other nodes.
 
 SIOCGIFADDR = 0x8915
 LONGEST_NAME_BYTES = 15
@@ -95,10 +99,11 @@ SECOND_NODE = "second_node"
 
 
 def address_among_nodes(store: dist.Store, rank: int, begins_second: bool, master: str, timeout_s: float) -> str:
-    """This node's address on the route to `master`, the name of the first node.
+    """Returns this node's address on the route to `master`, the name of the first node.
 
-    The first node's own route to itself is loopback, so there it is that of the route to the second one, whose first
-    rank (`begins_second`) leaves its address in `store`. Collective over: all ranks of a job over several nodes.
+    The first node's own route to itself is loopback. It uses its route to the second node instead. The first rank of
+    the second node (`begins_second`) leaves its address in `store`. Raises StallError if it is missing after
+    `timeout_s`. Collective over: all ranks of a job over several nodes.
     """
     address = own_address(master)
     if begins_second:
@@ -115,7 +120,7 @@ def address_among_nodes(store: dist.Store, rank: int, begins_second: bool, maste
 
 
 def own_address(peer: str) -> str:
-    """Where packets to `peer`, a name or address, come from. Sends nothing."""
+    """Returns the source address of packets to `peer`, a name or address. Sends nothing."""
     found = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)
     family, _, _, _, there = min(found, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -124,7 +129,7 @@ def own_address(peer: str) -> str:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of this node's interface that has `address`; None where no interface tells."""
+    """Returns the name of this node's interface with `address`, or None if there is none."""
     if ":" in address:
         digits = ipaddress.IPv6Address(address).exploded.replace(":", "")
         lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []
@@ -134,7 +139,7 @@ def interface_with(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of this node's interface of that name, the first of several; None where it has none."""
+    """Returns the IPv4 address of the interface, or None if it has none. Of several names it takes the first."""
     return _ipv4_address(interface.split(",")[0])
 
 
@@ -143,17 +148,20 @@ def _ipv4_address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name)[ADDRESS_IN_REPLY])
-        except OSError:  # it has none
+        except OSError:  # no address
             return None
 
 
-# This process's place in the job: rank, device, and the key-value store that all ranks share.
+# This process in the job: rank, device, and the key-value store of all ranks.
 
 logger = logging.getLogger(__name__)
 
 TRANSPORT_TIMEOUT_S = 7 * 24 * 3600.0
-"""Of process groups. Theirs would run while the awaited rank gets on, break the group and name nobody: it must never
-come before the limits of `timeouts`, which the watchdog and Waiter keep."""
+"""Timeout of process groups, in seconds. It is longer than any limit in `timeouts`.
+
+A group's own timeout also counts time in which the awaited rank makes progress. It breaks the group and names no rank.
+The watchdog and Waiter must end the job first.
+"""
 
 LOOPBACK = "127.0.0.1"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -162,7 +170,7 @@ GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 @dataclass(frozen=True)
 class World:
-    """One torchrun job. `store` is the rendezvous store; its keys are prefixed by use."""
+    """One torchrun job. `store` is the rendezvous store. Each use of it has a prefix for its keys."""
 
     rank: int
     size: int
@@ -171,38 +179,43 @@ class World:
     device: torch.device
     store: dist.Store
     timeout_s: float
-    """How long setting up may wait: meeting in the store, and the first connections of process groups."""
+    """Limit in seconds for setup: the meeting in the store, and the first connections of process groups."""
     timeouts: Timeouts = Timeouts()
     restarted: bool = False
-    """Whether torchrun has started the job anew after an attempt that failed."""
+    """Whether torchrun has restarted the job after a failed attempt."""
     address: str = LOOPBACK
-    """By which other nodes reach this one; of no use where there are none."""
+    """Address of this node for other nodes. Unused if there is one node."""
     node: int = 0
-    """In the order of torchrun's agents, which is that of the ranks; `node:` in a placement counts so."""
+    """Index of this node in the order of torchrun's agents, as in the ranks and in `node:` of a placement."""
     num_nodes: int = 1
     has_store_in_rank_0: bool = False
-    """Whether the store is rank 0's, and ends with it, and not an agent's: TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
+    """Whether rank 0 has the store, so that it ends with rank 0 (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Else an agent has
+    it."""
 
     @cached_property
     def background(self) -> dist.Store:
-        """The store over a connection for all threads but the main one, whose waits hold up its own. Calls are short:
-        every connection of every rank is one that the server has."""
+        """The store, over a connection for all threads except the main one. The main thread's waits block its own
+        connection.
+
+        Calls must be short. The server holds one connection for every client of every rank.
+        """
         return self.store.clone()  # type: ignore[attr-defined,no-any-return]
 
     @property
     def ranks_on_node(self) -> range:
-        """Of this one's node."""
+        """The ranks on this node."""
         first = self.rank - self.local_rank
         return range(first, first + self.ranks_per_node)
 
     @property
     def backend(self) -> str:
-        """Backend of the groups that carry device tensors."""
+        """The backend of groups for device tensors."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
 
 def join_world(timeout_s: float) -> World:
-    """Meet the other ranks in the store that torchrun names. No process group is made yet."""
+    """Meets the other ranks in torchrun's store and returns the world. Creates no process group. Collective over: all
+    ranks."""
     local_rank = int(os.environ["LOCAL_RANK"])
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     store = dist.PrefixStore("rltrain", store)
@@ -238,11 +251,11 @@ def join_world(timeout_s: float) -> World:
 
 
 def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -> None:
-    """Initialise torch.distributed over the whole world. Collective over: all ranks.
+    """Initialises torch.distributed over the whole world. Collective over: all ranks.
 
-    Ranks of a gloo group connect to each other when they first have something to send: all at once, each would ask the
-    store for the addresses of all others. Who sends first then waits until the other side receives, as the ranks of a
-    collective do at one time.
+    Ranks of a gloo group connect to each other with their first message. If all connected at once, each would ask the
+    store for the addresses of all others. The first sender waits until the other side receives. In a collective both
+    arrive at the same time.
     """
     _choose_gloo_interface(world)
     os.environ.setdefault(GLOO_LAZY, "1")
@@ -256,9 +269,10 @@ def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -
 
 
 def _choose_gloo_interface(world: World) -> None:
-    """Between nodes gloo would take the interface that the host's name resolves to, and where that fails loopback.
+    """Sets GLOO_SOCKET_IFNAME to the interface of this node's address, unless the user has set it.
 
-    What the user has chosen stays.
+    By default gloo takes the interface of the host's name. If the name does not resolve, it takes loopback, and other
+    nodes cannot be reached.
     """
     if world.size == world.ranks_per_node or GLOO_INTERFACE in os.environ:
         return
@@ -266,5 +280,5 @@ def _choose_gloo_interface(world: World) -> None:
     if name is not None:
         os.environ[GLOO_INTERFACE] = name
     if world.rank == 0:
-        chosen = f"{name} (on this one, by its route to the others)" if name else "an interface of its own choice"
-        logger.warning("gloo reaches other nodes over %s; %s chooses another", chosen, GLOO_INTERFACE)
+        chosen = f"{name} (on this node, by its route to the others)" if name else "an interface that gloo chooses"
+        logger.warning("gloo reaches other nodes over %s; set %s to choose another", chosen, GLOO_INTERFACE)

@@ -1,4 +1,4 @@
-"""The iterations of a run: its steps laid out as the schedule's mode asks, with evaluations and checkpoints."""
+"""Lays out the steps of a run as iterations, according to the schedule's mode, with evaluations and checkpoints."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ from rltrain.schedule.shape import RunShape
 from rltrain.schedule.step import Flow, Part, Step, TaskOrder
 from rltrain.tasks.roles import informing, takers, trained_roles
 
-# Which part of a step is done ahead of training on it, and which part with it.
+# The tasks of a step ahead of its training, and the tasks together with it.
 
 
 def parts_of_step(placement: Placement, shape: RunShape) -> tuple[Part, Part]:
-    """Returns the part of a step that comes `lead` steps before training on it, and the part that training has.
+    """Returns two parts of a step: the tasks `lead` steps before its training, and the tasks together with it.
 
-    Scoring comes ahead where it shares no ranks with the roles that get scored samples, so that it holds up none of
-    them. So does what models say of scored samples where they share no ranks with roles that learn.
+    Scoring runs ahead if it shares no ranks with the takers of scored samples, so it cannot delay them. In this
+    case log-probs and values of scored samples run ahead too, if their ranks have no trained role.
     """
     placed = placement.roles
 
@@ -42,12 +42,12 @@ def parts_of_step(placement: Placement, shape: RunShape) -> tuple[Part, Part]:
     )
 
 
-# Which evaluation sets are due when, and which steps are judged by them.
+# The evaluation sets of each step, and the decisions that depend on them.
 
 
 @dataclass(frozen=True)
 class DueEvaluations:
-    """`of` finds them."""
+    """The evaluation sets of a run, with the metrics of `evaluation.keep_best` and `evaluation.stop_at`."""
 
     plans: Sequence[EvaluationPlan]
     last_step: int
@@ -60,15 +60,15 @@ class DueEvaluations:
         return cls(config.evaluations, config.steps, keep_best.metric if keep_best else None, config.stop_metric)
 
     def sets(self, step: int) -> list[int]:
-        """Those to be evaluated before training on the step, by number."""
+        """Returns the numbers of the sets to be evaluated before training on `step`."""
         return [number for number, plan in enumerate(self.plans) if plan.is_due(step, self.last_step)]
 
     def finds_best(self, step: int) -> bool:
-        """Whether the policy may turn out the best so far."""
+        """Returns whether an evaluation before `step` reports the metric of `evaluation.keep_best`."""
         return self._is_reported(self.best_metric, step)
 
     def may_end(self, step: int) -> bool:
-        """Whether it may turn out good enough."""
+        """Returns whether an evaluation before `step` reports the metric of `evaluation.stop_at`."""
         return self._is_reported(self.stop_metric, step)
 
     def _is_reported(self, metric: str | None, step: int) -> bool:
@@ -76,10 +76,10 @@ class DueEvaluations:
 
 
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
-    """The whole run of `config` from `first_step` on, for the roles that `placement` has.
+    """Returns the order of the run of `config` from `first_step` on, for the roles in `placement`.
 
-    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step. Where nothing is trained the
-    run is one evaluation of the checkpoint.
+    Iteration k trains on step k and generates for step k + lead. Lead 0 means one step after the other. If the
+    algorithm trains nothing, the run is one evaluation of the checkpoint.
     """
     shape, due = RunShape.of(config), DueEvaluations.of(config)
     ahead, with_training = parts_of_step(placement, shape)
@@ -102,27 +102,28 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
 
 
 def is_save_step(config: Config, step: int) -> bool:
-    """Every `checkpoint.save_interval` steps, and after the last one."""
+    """Returns whether a checkpoint is due: every `checkpoint.save_interval` steps, and after the last one."""
     interval = config.checkpoint.save_interval
     return interval > 0 and (step == config.steps or step % interval == 0)
 
 
 def is_memory_save_step(config: Config, step: int) -> bool:
-    """Every `checkpoint.memory.interval` steps, but for the last one, after which nothing is left to be done."""
+    """Returns whether a checkpoint in memory is due: every `checkpoint.memory.interval` steps, except after the last
+    one."""
     memory = config.checkpoint.memory
     return memory is not None and step != config.steps and step % memory.interval == 0
 
 
 def _intervals(config: Config) -> frozenset[int]:
-    """The numbers of steps after which something comes again. A checkpoint's is none of them: the roles come to the
-    boundary of every step, and save there where that is due."""
+    """Returns the intervals, in steps, of all repeated tasks. Checkpoints need none: their task is in every iteration
+    that may save, and saves only if a checkpoint is due."""
     evaluated = (plan.interval for plan in config.evaluations)
     every = (config.schedule.sync_every, config.reference.refresh_every, config.checkpoint.save_hf_interval, *evaluated)
     return frozenset(every) - {0, 1}
 
 
 class Iteration:
-    """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
+    """The entries (`order`) of one iteration. The first `boundary` of them belong to earlier steps."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Iteration:
         self._add(number, first_step)
 
     def _add(self, number: int, first_step: int) -> None:
-        """Appends the iteration's tasks; those of the boundary first, where a run that goes on begins."""
+        """Appends the iteration's tasks. Those of the boundary come first, because a resumed run begins after them."""
         is_first, at_boundary = number == first_step - self.lead, max(number, first_step)
         if number > first_step:
             self._save(number)
@@ -170,9 +171,9 @@ class Iteration:
             self.order.do("save_hf", number, final=True)
 
     def _save(self, step: int) -> None:
-        """Every role saves what it has if a checkpoint is due or asked for.
+        """Appends the checkpoint task of every role. Each role saves if a checkpoint is due or requested.
 
-        Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
+        Between two weight syncs there is no checkpoint. It would lack the older weights of the rollout.
         """
         config = self.config
         saves = config.checkpoint.saves or config.checkpoint.memory
@@ -180,19 +181,19 @@ class Iteration:
             self._each_role(CHECKPOINT, step)
 
     def _export(self, step: int) -> None:
-        """The policy alone, before the last step."""
+        """Appends an export of the policy if `checkpoint.save_hf_interval` asks for one before the end."""
         exports = self.config.checkpoint.save_hf_interval
         if exports and step % exports == 0 and step != self.config.steps:
             self.order.do("save_hf", step)
 
     def _refresh_reference(self, step: int) -> None:
-        """The reference becomes the actor as it is now, where that is due."""
+        """Appends the copy of the actor's weights to the reference if `reference.refresh_every` asks for it."""
         every = self.config.reference.refresh_every
         if every and "reference" in self.roles and 0 < step < self.config.steps and step % every == 0:
             self.order.do("refresh_reference", step)
 
     def _sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
-        """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
+        """Appends the weight sync if generation follows, and the held-out evaluation if one is due."""
         if self.config.scores_held_out:
             if self.due.sets(step):
                 self._score_held_out(step)
@@ -215,9 +216,12 @@ class Iteration:
             self._judge(step)
 
     def _end_evaluation(self, step: int) -> None:
-        """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
-        ranks with training has scored nothing of it yet. What engines of their own found ends training at the end of
-        the step that was trained on when they did, which nobody knows beforehand."""
+        """Appends the tasks that follow an evaluation after training on the step.
+
+        With a lead, the rollout and training continue during an evaluation. If the reward shares ranks with training,
+        its scores are computed here. Engines of role evaluation finish at an unknown time. Their result ends training
+        at the end of the step that is then being trained on.
+        """
         if self.evaluates_apart:
             if self.due.stop_metric is not None and step < self.config.steps:
                 self._each_role("stop_if_reached", step)
@@ -239,8 +243,8 @@ class Iteration:
             self.step.score("evaluation_samples", "score_evaluation", step, number)
 
     def _evaluate_apart(self, step: int) -> None:
-        """Engines of their own have this in their order after the evaluation before; the actor goes on once it has
-        given its weights."""
+        """Appends the tasks of role evaluation. Its engines evaluate one step after the other. The actor waits only
+        until it has sent its weights."""
         if sets := self.due.sets(step):
             self.order.do(SYNC_EVALUATION, step)
             for number in sets:
@@ -249,7 +253,10 @@ class Iteration:
             self.order.do("keep_evaluated", step)
 
     def _judge(self, step: int) -> None:
-        """Whether the policy is the best so far, which is saved now or has been as a candidate, and good enough."""
+        """Appends the decisions about an evaluated policy: whether it is the best so far, and whether training ends.
+
+        Without a lead the best policy is saved here. With a lead it already exists as a candidate.
+        """
         if self.due.finds_best(step):
             self.order.do("keep_candidate" if self.lead > 0 else "save_best", step)
         if self.due.may_end(step):
@@ -265,11 +272,14 @@ class Iteration:
             self.order.do("decide_to_stop", step, roles=self.roles)
 
 
-# A few steps of a run, without what is special about its first ones: what stands for all of them.
+# Short runs with typical steps, for estimates.
 
 
 def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> Order:
-    """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
+    """Returns the order of a short run with the schedule of `config`.
+
+    It has no critic warm-up, and evaluates every second step if the config evaluates at all.
+    """
     steps = RunShape.of(config).lead + 2 * config.schedule.sync_every + 2 + more_steps
     sets = [one.model_copy(update={"interval": 2 if one.interval else one.interval}) for one in config.evaluation.sets]
     interval = 2 if config.evaluation.interval else 0
@@ -281,12 +291,13 @@ def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> O
 
 
 def evaluated_step(order: Order) -> int:
-    """The first step in which engines of their own evaluate; 0 without any."""
+    """Returns the first step with an evaluation by role evaluation, or 0 if there is none."""
     return min((entry.step for entry in order.distinct() if entry.name == SYNC_EVALUATION), default=0)
 
 
 def fullest_step(order: Order) -> int:
-    """The first of the steps with most entries, among those without an evaluation and after step 0 if there are any."""
+    """Returns the first of the steps with the most entries. Steps with an evaluation and step 0 are left out if
+    possible."""
     distinct = [*order.distinct()]
     evaluated = {entry.step for entry in distinct if "evaluation" in entry.name}
     counts = Counter(entry.step for entry in distinct if entry.step and entry.step not in evaluated)

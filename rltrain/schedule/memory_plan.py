@@ -1,4 +1,4 @@
-"""What therefore becomes of a role's memory along the order of tasks, from what each task needs on the device."""
+"""Decides for every position of the order where each memory part is: on the device, on the host, or dropped."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
@@ -10,21 +10,23 @@ from rltrain.tasks.declaration import Key, Needs
 from rltrain.tasks.roles import OF_ONE_STEP, device_roles, needs_of
 
 Place = Literal["device", "host", "dropped"]
-"""Where a part is: dropped means nowhere, since nobody will read it before it has been rewritten."""
+"""The place of a part. A dropped part exists nowhere. It is rewritten before its next use."""
 
 
 def leaving_roles(offload: Mapping[str, bool | str], guests: Collection[str] = ()) -> frozenset[str]:
-    """The roles of one rank that leave its device between their tasks; `offload` has what all that use it chose.
+    """Returns the roles of one rank that leave its device between their tasks. `offload` has the choice of every role
+    there.
 
-    "auto" leaves where there are others, of which `guests` do not count: their parts lie on the host and take the place
-    of another role's for a while.
+    A role with "auto" leaves if the rank has other roles. `guests` do not count as others: their parts are on the host
+    and take the place of another role's parts for a while.
     """
     is_shared = len(offload.keys() - set(guests)) > 1
     return frozenset(role for role, choice in offload.items() if (is_shared if choice == "auto" else choice))
 
 
 def ranks_left_by_engines(config: Config, placement: Placement) -> tuple[int, ...]:
-    """GPUs that the rollout's engines leave between their tasks, so that a weight sync finds none of their weights."""
+    """Returns the ranks whose rollout engines leave the GPU between tasks. A weight sync finds none of their old
+    weights."""
     if "rollout" not in placement.roles:
         return ()
     hosted = {rank: device_roles() & set(placement.hosts(rank)) for rank in placement.ranks("rollout")}
@@ -34,12 +36,12 @@ def ranks_left_by_engines(config: Config, placement: Placement) -> tuple[int, ..
 
 
 class MemoryPlan:
-    """The order as one rank's device sees it, which hosts `roles`. Pure: the same everywhere."""
+    """The order as seen by the device of one rank with `roles`. A pure function of its arguments."""
 
     def __init__(
         self, order: Order, roles: Collection[str], guests: Collection[str] = (), sharing: Collection[str] = ()
     ) -> None:
-        """Those of `guests` that are `sharing` have no weights: their tasks need the actor's."""
+        """The guests in `sharing` have no weights. Their tasks need the actor's."""
         self._order, self._roles = order, frozenset(roles)
         self._shared = {(role, "weights"): ("actor", "weights") for role in sharing}
         names = {entry.name for entry in order.distinct() if entry.kind == "task"}
@@ -49,12 +51,13 @@ class MemoryPlan:
         self._final = [(position, self.needs(position)) for position, _ in order.final()]
 
     def _needs_with_guests(self, needs: Needs, guests: Collection[str]) -> Needs:
-        """Where a task needs the weights whose place those of guests take, it has these on the host."""
+        """Returns the needs of this rank's roles. A task that needs the actor's weights uses guests' parts from the
+        host."""
         here = self._roles - set(guests) if ("actor", "weights") in needs.parts else self._roles
         return needs.of(here)
 
     def needs(self, position: int) -> Needs:
-        """What this rank's roles need for the entry at `position`."""
+        """Returns the parts needed by this rank's roles for the entry at `position`."""
         entry = self._order[position]
         if entry.kind != "task" or self._roles.isdisjoint(entry.roles):
             return Needs()
@@ -64,19 +67,19 @@ class MemoryPlan:
         return self._order[position].name
 
     def next_device_task(self, position: int) -> int | None:
-        """The next entry after `position` that needs anything of this rank's device."""
+        """Returns the position of the next entry after `position` that needs a part on this rank's device, or None."""
         return next((later for later, _ in self._order.ahead(position) if self.needs(later).parts), None)
 
     def is_rewritten(self, key: Key, position: int) -> bool:
-        """Whether the entry at `position` writes all of a part without having read it."""
+        """Returns whether the entry at `position` overwrites the whole part without reading it."""
         return key in self.needs(position).rewrites or (
             key[1] in OF_ONE_STEP and not self._is_used_earlier_in_step(key, position)
         )
 
     def may_drop(self, key: Key, position: int) -> bool:
-        """Whether nobody after `position` reads what the part holds now.
+        """Returns whether the part's content after `position` is never read again.
 
-        Not even when training ends early, from where on only the final entries are executed.
+        This also holds if training ends early and only the final entries are executed.
         """
         following = next((later for later, _ in self._order.ahead(position) if key in self._used(later)), None)
         final = next((later for later, needs in self._final if later > position and key in _used(needs)), None)
@@ -85,9 +88,9 @@ class MemoryPlan:
     def places(
         self, leaving: Collection[str], overlays: Mapping[Key, Key] | None = None
     ) -> Iterator[tuple[int, dict[Key, Place]]]:
-        """(position, where each part is during it) for every entry that needs this rank's device.
+        """Yields (position, the place of each part) for every entry that needs this rank's device.
 
-        `overlays` maps a guest's part to the one whose place it takes. Parts fetched ahead are not counted.
+        `overlays` maps a guest's part to the part that it replaces for a while. Prefetched parts are not counted.
         """
         overlays = overlays or {}
         places: dict[Key, Place] = {}

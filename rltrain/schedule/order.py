@@ -1,8 +1,8 @@
-"""The order of tasks: one list, the same on every rank.
+"""The order of tasks: one list, equal on every rank.
 
-A rank executes the entries of the roles it hosts, in this order, and skips the rest. An experience transfer has two
-ends, a post by the source role and a later wait by the destination role; a task over several roles is one entry that
-all of their ranks join.
+A rank executes the entries of its roles in this order and skips the rest. A transfer of experience has two ends: a post
+by the source role and a later wait by the destination role. A task of several roles is one entry. All their ranks join
+it.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from typing import Literal
 
 from rltrain.runtime.placement import Placement
 
-# Which numbers of a range are multiples of which intervals: one number for each combination, without a walk along it.
+# Combinations of intervals inside a range of numbers.
 #
-# A combination of intervals is due together at multiples of their least common multiple. So the work grows with the
-# number of combinations that occur in the range, and neither with its length nor with the intervals.
+# Several intervals are due together at the multiples of their least common multiple. So the work grows with the number
+# of combinations in the range. It depends neither on the length of the range nor on the intervals.
 
 
 def first_of_each_kind(numbers: range, intervals: Collection[int]) -> Iterator[int]:
-    """The first of `numbers` at which just these of `intervals` are due, for every combination that occurs; ascending.
+    """Yields, for every combination of `intervals`, the first of `numbers` at which exactly these are due. Ascending.
 
     An interval is due at its multiples. The intervals are positive, and `numbers` has a step of 1.
     """
@@ -35,7 +35,7 @@ def first_of_each_kind(numbers: range, intervals: Collection[int]) -> Iterator[i
 
 
 def count_of_each_kind(numbers: range, intervals: Collection[int]) -> dict[int, int]:
-    """The numbers that `first_of_each_kind` yields, each with how many of `numbers` have its combination."""
+    """Returns the numbers of `first_of_each_kind`, each with the count of `numbers` of the same combination."""
     counts: dict[int, int] = {}
     for common in sorted(_common_multiples(numbers, intervals), reverse=True):
         with_more = sum(count for other, count in counts.items() if other % common == 0)
@@ -45,7 +45,7 @@ def count_of_each_kind(numbers: range, intervals: Collection[int]) -> dict[int, 
 
 
 def _common_multiples(numbers: range, intervals: Collection[int]) -> set[int]:
-    """The least common multiple of every combination of intervals that are due together somewhere in `numbers`."""
+    """Returns the least common multiple of every combination of intervals due together somewhere in `numbers`."""
     found = {1} if numbers else set()
     for interval in intervals:
         found |= {common for one in found if _multiples_in(numbers, common := lcm(one, interval))}
@@ -57,7 +57,7 @@ def _multiples_in(numbers: range, interval: int) -> range:
 
 
 def _first_exactly_at(numbers: range, common: int, intervals: Collection[int]) -> int | None:
-    """The first multiple of `common` at which no interval is due that does not divide it."""
+    """Returns the first multiple of `common` at which only divisors of `common` are due, or None."""
     others = [interval for interval in intervals if common % interval]
     return next((n for n in _multiples_in(numbers, common) if all(n % other for other in others)), None)
 
@@ -71,17 +71,16 @@ LOAD_WEIGHTS = "load_weights"
 ITERATIONS_KEPT = 64
 
 Transfer = tuple[str, str, str, int, int]
-"""Name, source role, destination role, step and chunk: what a post and its wait have in common."""
+"""Name, source role, destination role, step and chunk. A post and its wait share these."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One position of the order.
 
-    `kind` task: the method `name` of every role in `roles`. post, wait: the two ends of the transfer called `name`
-    from `roles[0]` to `roles[1]`. `chunk` is the part of the step that it works on, where the step is cut into parts;
-    of an evaluation the number of its set.
-    `final` entries run even when training has ended early.
+    A `task` is the method `name` of every role in `roles`. A `post` and a `wait` are the two ends of the transfer
+    `name` from `roles[0]` to `roles[1]`. `chunk` is the part of the step, or for an evaluation the number of its set.
+    Entries with `final` run even if training has ended early.
     """
 
     kind: Literal["task", "post", "wait"]
@@ -107,7 +106,7 @@ class Entry:
 
 
 class Entries(list[Entry]):
-    """Builds a list of entries; every wait is appended right before its first consumer."""
+    """A list of entries with a method to append each kind."""
 
     def task(self, name: str, *roles: str, step: int, chunk: int = 0, final: bool = False) -> None:
         self.append(Entry("task", name, roles, step, chunk, final))
@@ -121,44 +120,43 @@ class Entries(list[Entry]):
 
 @dataclass(frozen=True)
 class Iterations:
-    """What an order is made of. `numbers` are those of its iterations; an entry of step s is in one of the iterations
-    s - lead to s.
+    """The iterations of an order, by their `numbers`. Entries of step s are in the iterations s - lead to s.
 
-    Two iterations are of a kind where none of `turns` is above the first and up to the second, and the same of
-    `intervals` divide both numbers. They have the same entries, with steps that are as far apart as their numbers.
+    Two iterations are of the same kind if no turn is above the first number and up to the second, and if the same
+    `intervals` divide both. Their entries are equal except for the steps. The steps differ as the numbers do.
     """
 
     entries: Callable[[int], Sequence[Entry]]
-    """Returns those of the iteration of that number."""
+    """Returns the entries of an iteration."""
     numbers: range
     lead: int = 0
     turns: frozenset[int] = frozenset()
-    """Numbers from which on iterations have other entries than before."""
+    """Numbers at which the entries of iterations change for good."""
     intervals: frozenset[int] = frozenset()
     boundary: Callable[[int], int] = lambda number: 0
-    """How many entries of an iteration belong to the steps before it: behind them a run can be cut."""
+    """Returns how many entries of an iteration belong to the steps before it. A run can be cut after these."""
     saves: Callable[[int], bool] = lambda step: False
-    """Whether a checkpoint is due at the boundary of a step."""
+    """Returns whether a checkpoint is due at the boundary of a step."""
 
     def from_on(self, number: int) -> Iterator[int]:
-        """`number`, and the first number after it of every kind: all that is still to come comes first in one of
-        these."""
+        """Yields `number`, and after it the first number of every kind. Every kind of later entry occurs first in one
+        of these."""
         if number in self.numbers:
             yield number
         for stretch in self.stretches(number + 1):
             yield from first_of_each_kind(stretch, self.intervals)
 
     def stretches(self, number: int) -> Iterator[range]:
-        """The numbers from `number` on, cut at every turn."""
+        """Returns the numbers from `number` on, cut at every turn."""
         edges = sorted({number, self.numbers.stop, *(turn for turn in self.turns if turn > number)})
         return (range(begin, end) for begin, end in pairwise(edges) if end <= self.numbers.stop)
 
 
 class Order:
-    """The entries of a run, by position: ascending numbers, with gaps between iterations.
+    """The entries of a run, by position. Positions ascend, with gaps between iterations.
 
-    Entries are made when they are looked at, so that time and memory do not depend on how many steps a run has.
-    A run that goes on at a cut begins with the posts `crossing` it, and its first iteration lacks `skipped` entries.
+    Entries are made on access, so time and memory do not depend on the number of steps. A resumed run begins with the
+    posts `crossing` its cut, and its first iteration lacks `skipped` entries.
     """
 
     def __init__(self, iterations: Iterations, crossing: Sequence[Entry] = (), skipped: int = 0) -> None:
@@ -170,7 +168,7 @@ class Order:
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> "Order":
-        """One that has just these entries, at positions 0, 1 and so on."""
+        """Returns an order of just these entries, at positions 0, 1 and so on."""
         return cls(Iterations(lambda number: entries, range(1), lead=sys.maxsize))
 
     def __getitem__(self, position: int) -> Entry:
@@ -182,24 +180,27 @@ class Order:
 
     @property
     def end(self) -> int:
-        """A position behind all entries."""
+        """A position after all entries."""
         return len(self.iterations.numbers) * self._stride
 
     def items(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Entry]]:
-        """(position, entry) from position `begin` on, before position `end`."""
+        """Yields (position, entry) from position `begin` on, before position `end`."""
         return self._items(range(self._number(begin), self.iterations.numbers.stop), begin, end)
 
     def ahead(self, position: int) -> Iterator[tuple[int, Entry]]:
-        """(position, entry) behind `position`: all, but for repetitions of what has been there."""
+        """Yields (position, entry) after `position`. Later iterations of a kind already seen are left out."""
         return self._items(self.iterations.from_on(self._number(position + 1)), position + 1)
 
     def distinct(self) -> Iterator[Entry]:
-        """Every kind of entry that the run has, of some steps."""
+        """Yields entries of some steps, among them every kind of entry of the run."""
         return (entry for _, entry in self.ahead(-1))
 
     def excerpt(self) -> list[Entry]:
-        """The entries of some steps, in their order: all those of an iteration of every kind, with the other entries of
-        their steps. A transfer belongs to one step, so an order that cannot finish has an excerpt that cannot."""
+        """Returns the entries of some steps, in their order. Used to check an order without building all of it.
+
+        Every kind of iteration is in it, with the other entries of its steps. A transfer belongs to one step, so the
+        excerpt of an order with a deadlock has the deadlock too.
+        """
         found = dict(item for step in {entry.step for entry in self.distinct()} for item in self.of_step(step))
         return [found[position] for position in sorted(found)]
 
@@ -213,57 +214,63 @@ class Order:
         return sum(count * len(self._iteration(number)) for number, count in [*kinds, (self.first, 1)])
 
     def of_step(self, step: int) -> Iterator[tuple[int, Entry]]:
-        """(position, entry) of one step."""
+        """Yields (position, entry) of one step."""
         last = min(step, self.iterations.numbers.stop - 1)
         numbers = range(max(self.first, step - self.iterations.lead), last + 1)
         return (item for item in self._items(numbers) if item[1].step == step)
 
     def final(self) -> Iterator[tuple[int, Entry]]:
-        """(position, entry) of those that run even when training has ended early: the last iteration has them."""
+        """Yields (position, entry) of the entries that run even if training has ended early. They are in the last
+        iteration."""
         return (item for item in self._items(self.iterations.numbers[-1:]) if item[1].final)
 
     def wait_of(self, posted: int) -> int:
-        """The position of the wait for what is posted at a position."""
+        """Returns the position of the wait for the transfer posted at `posted`."""
         transfer = self[posted].transfer
         return next(i for i, e in self.of_step(self[posted].step) if e.kind == "wait" and e.transfer == transfer)
 
     def post_of(self, awaited: int) -> int:
-        """The position of the post of what is awaited at a position."""
+        """Returns the position of the post of the transfer awaited at `awaited`."""
         transfer = self[awaited].transfer
         return next(i for i, e in self.of_step(self[awaited].step) if e.kind == "post" and e.transfer == transfer)
 
     def boundary(self, step: int) -> int:
-        """The position before which everything belongs to earlier steps: where the run can be cut."""
+        """Returns the position of the cut before `step`. All entries before it belong to earlier steps."""
         index = self.iterations.boundary(step)
         if step == self.first:
             index += len(self._crossing) - self._skipped
         return (step - self.first) * self._stride + index
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due at the boundary of `step`."""
+        """Returns whether a checkpoint is due at the boundary of `step`."""
         return self.iterations.saves(step)
 
     def from_step(self, step: int) -> "Order":
-        """What is left of the run at the boundary of `step`, all experience that crosses it being posted first."""
+        """Returns the rest of the run from the boundary of `step` on. It begins with the posts of all crossing
+        experience."""
         rest = replace(self.iterations, numbers=range(step, self.iterations.numbers.stop))
         return Order(rest, [*self.crossing(self.boundary(step)).values()], self.iterations.boundary(step))
 
     def crossing(self, position: int) -> dict[int, Entry]:
-        """The posts before `position` whose waits are not, by their positions."""
+        """Returns the posts before `position` whose waits come later, by their positions."""
         begin = (self._number(position) - self.iterations.lead - self.first) * self._stride
         posts = {i: entry for i, entry in self.items(max(begin, 0), position) if entry.kind == "post"}
         return {posted: entry for posted, entry in posts.items() if self.wait_of(posted) >= position}
 
     def digest(self) -> str:
-        """Equal on two ranks exactly when their orders are."""
+        """Returns a hash of the order. Two ranks have equal digests if and only if their orders are equal."""
         made = self.iterations
         words = (made.numbers, sorted(made.turns), sorted(made.intervals), *self.distinct())
         return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()[:16]
 
     def syncs(self, name: str = WEIGHT_SYNC) -> Iterator[tuple[int, int]]:
-        """Of every sync called `name` its position, and the first one from which an engine may join it: after the last
-        task before it that must find the weights which the order gives it. Those for evaluations are only kept until
-        their turn, so they may come at any time."""
+        """Yields, for every sync called `name`, its position and the earliest position from which an engine may join
+        it.
+
+        An engine joins a weight sync only after the last evaluation or checkpoint before it. These need the weights of
+        their place in the order. Weights for role evaluation are only stored until their turn, so engines may join at
+        any time.
+        """
         earliest = 0
         for position, entry in self.items():
             if name == WEIGHT_SYNC and (
@@ -291,6 +298,6 @@ class Order:
 
 
 def program(order: Iterable[Entry], placement: Placement, rank: int) -> list[Entry]:
-    """The entries that `rank` executes."""
+    """Returns the entries of `order` that `rank` executes."""
     hosted = set(placement.hosts(rank))
     return [entry for entry in order if hosted.intersection(entry.actors)]

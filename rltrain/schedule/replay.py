@@ -1,4 +1,4 @@
-"""Replays an order: that it can finish, how fast it could be, and which tasks can overlap."""
+"""Replays an order. Checks that it can finish, and computes its shortest time and its overlapping tasks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -8,15 +8,15 @@ from rltrain.errors import ConfigError
 from rltrain.runtime.placement import Placement
 from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order, program
 
-# The check that an order can finish: all ranks' programs are replayed before anything starts.
+# The check that an order can finish. It replays all ranks' programs before a job starts.
 
 
 def check(entries: Iterable[Entry], placement: Placement) -> None:
-    """Replay all ranks' programs; ConfigError with rank and entry if they would wait for each other forever.
+    """Replays all ranks' programs. Raises ConfigError, with rank and entry, if ranks would wait for each other forever.
 
-    A task needs all ranks of its roles, a wait needs the posts of all ranks of its source, and a post first needs the
-    waits of those earlier posts of its rank whose wait stands before it in the order (their send buffers are retired).
-    Ranks that host the same roles execute the same program, so one of each kind is replayed.
+    A task needs all ranks of its roles. A wait needs the posts of all ranks of its source. A post first needs the waits
+    for earlier posts of its rank, if these waits come before it in the order. Their send buffers are then free. Ranks
+    with equal roles execute equal programs, so only one of them is replayed.
     """
     order = [*entries]
     _check_transfers(order)
@@ -39,7 +39,7 @@ def check(entries: Iterable[Entry], placement: Placement) -> None:
 
 
 class _Replay:
-    """Who has arrived at which entry, and what a rank may therefore pass."""
+    """The ranks that have arrived at each entry, and the rules for passing it."""
 
     def __init__(self, order: Sequence[Entry], members: dict[str, set[int]]) -> None:
         self.members = members
@@ -87,24 +87,24 @@ def _check_transfers(order: Sequence[Entry]) -> None:
         raise ConfigError(f"the order of tasks never waits for {sorted(posted)}")
 
 
-# How fast an order could be executed: its tasks take what they took, and everything else takes no time.
+# The shortest time of an order. Its tasks take their measured time, everything else takes none.
 
 Seconds = Callable[[Entry, int], float]
-"""What a task took on a rank, without its waits for others."""
+"""Seconds of a task on a rank, without its waits for other ranks."""
 
 
 class Period(NamedTuple):
-    """From the start of a task on its first rank to its end on its last one, in seconds from the start of the run."""
+    """The time of a task, from its first rank's start to its last rank's end. Seconds since the start of the run."""
 
     start: float
     end: float
 
 
 def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entry, Period]:
-    """When each task would be done at the earliest.
+    """Returns the earliest possible period of each task.
 
-    Transfers are free. A weight sync to engines waits for the actor, and an engine waits for it only at its place in
-    the order, as with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts
+    Transfers take no time. A weight sync to engines waits for the actor. An engine waits for the sync only at its place
+    in the order, like an in-flight sync. Other tasks of several roles wait for all of their ranks. The order has posts
     before waits, so one pass over it is enough.
     """
     clock: dict[int, float] = defaultdict(float)
@@ -127,7 +127,7 @@ def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entr
 
 
 def _meeting(task: Entry, placement: Placement, clock: dict[int, float]) -> float:
-    """When all those have come that a task waits for."""
+    """Returns the time at which all ranks awaited by `task` have arrived."""
     if task.name in (WEIGHT_SYNC, SYNC_EVALUATION):
         return max(clock[rank] for rank in placement.ranks("actor"))
     if len(task.roles) > 1:
@@ -135,13 +135,13 @@ def _meeting(task: Entry, placement: Placement, clock: dict[int, float]) -> floa
     return 0.0
 
 
-# Which tasks can run at the same time: those on different ranks of which neither has to wait for the other.
+# Tasks on different ranks that can run at the same time, because neither waits for the other.
 
 
 def overlapping_tasks(order: Order, placement: Placement, *, syncs_in_flight: bool) -> set[tuple[str, str]]:
-    """Pairs of task names such as ("generate (rollout)", "update (actor)"), each pair in alphabetical order.
+    """Returns pairs of task names such as ("generate (rollout)", "update (actor)"), each pair in alphabetical order.
 
-    Quadratic in the length of the order: meant for a few steps.
+    Quadratic in the length of the order. Use it for a few steps only.
     """
     before = _predecessors(order, placement, syncs_in_flight)
     tasks = [(i, entry, _ranks(entry, placement)) for i, entry in enumerate(order) if entry.kind == "task"]
@@ -155,10 +155,10 @@ def overlapping_tasks(order: Order, placement: Placement, *, syncs_in_flight: bo
 
 
 def _predecessors(order: Order, placement: Placement, syncs_in_flight: bool) -> list[int]:
-    """Per entry the set of those that end before it can begin, as bits. All ranks of a role begin together.
+    """Returns, per entry, a bit set of the entries that end before it can begin. All ranks of a role begin together.
 
-    An entry follows the ones before it on its ranks, and a wait its post. The actor does not wait for what an engine
-    does when weights change in flight; the engine's next task follows the sync all the same.
+    An entry follows the earlier entries of its ranks, and a wait follows its post. The actor does not wait for an
+    engine if weights change in flight. The engine's next task still follows the sync.
     """
     before: list[int] = []
     posts: dict[tuple[object, ...], int] = {}

@@ -1,4 +1,4 @@
-"""The shape of a run: what follows from the config for the order of tasks and for the batches that they work on."""
+"""The shape of a run: numbers derived from the config for the order of tasks and for their batches."""
 
 from dataclasses import dataclass
 
@@ -10,50 +10,51 @@ DEFAULT_CHUNKS = 4
 
 @dataclass(frozen=True)
 class RunShape:
-    """Numbers that several roles and the order of tasks share; `of` derives all of them."""
+    """Numbers shared by several roles and the order of tasks. `of` derives them from the config."""
 
     lead: int
-    """Steps by which generation is ahead of training. Weights are up to sync_every - 1 steps old when they come."""
+    """Steps by which generation is ahead of training. New weights arrive with an age of up to sync_every - 1 steps."""
     syncs_in_flight: bool
     """Whether engines take new weights between two decode steps."""
     draws_during_syncs: bool
-    """Whether engines may have responses under way when weights come: in flight, or where partial rollouts go on."""
+    """Whether engines may have running responses when weights arrive, by in-flight syncs or partial rollouts."""
     shares_prompts: bool
-    """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
+    """Whether engines share a queue of prompts. Otherwise each prompt's engine is fixed in advance."""
     replays_rollout: bool
-    """Whether the experts that engines chose travel with the samples."""
+    """Whether the engines' choices of experts are sent with the samples."""
     selects_groups: bool
-    """Whether finished groups count only once their rewards are known, and not all of them."""
+    """Whether finished groups are selected by their rewards."""
     num_chunks: int
-    """Parts of a step that travel on their own."""
+    """Number of chunks of a step. Each chunk is sent separately."""
     from_pairs: bool
-    """Whether training and evaluations are on pairs, which are never cut in two."""
+    """Whether training and evaluations use pairs of responses. Pairs are never split."""
     samples_per_group: int
-    """Samples of one prompt that are trained on."""
+    """Number of samples per prompt in training."""
     greedy_per_group: int
-    """Samples of one prompt that are drawn greedily beside them."""
+    """Number of greedily generated samples per prompt in addition to these."""
     prompt_blocks: int
-    """Equal runs of prompts, of one of which each mini-batch takes samples; 1 where it takes some of every prompt."""
+    """Number of equal blocks of prompts of a step. Each mini-batch takes samples of one block. 1 if it takes samples of
+    every prompt."""
     chunk_blocks: int
-    """Of these blocks, how many lie in one chunk; 1 where a block takes several chunks."""
+    """Number of these blocks in one chunk. 1 if a block takes several chunks."""
     first_actor_step: int
     """The first step in which the actor learns."""
     updates_per_step: int
-    """Optimizer steps of a role in a step in which it learns: one per mini-batch and pass over them."""
+    """Optimizer steps of a role in a step in which it learns: one per mini-batch and epoch."""
     num_actor_updates: int
     """Optimizer steps of the actor in the whole run."""
     longest_response: int | None
-    """Tokens of a response that is trained on. None: the model's positions alone limit it."""
+    """Limit of tokens per response in training. None if only the model's positions limit it."""
     needs_actor_logprobs: bool
-    """Whether the actor evaluates the samples before its first update."""
+    """Whether the actor computes log-probs of the samples before its first update."""
     accumulates_critic: bool
-    """Whether gradients of a step's first chunks are made while its last ones decode."""
+    """Whether the critic computes gradients of a step's first chunks before its last chunks are generated."""
     accumulates_actor: bool
-    """As for the critic, where neither advantages nor weights depend on chunks yet to come."""
+    """The same for the actor. False if advantages or loss weights of a chunk depend on later chunks."""
 
     @classmethod
     def of(cls, config: Config) -> "RunShape":
-        """Also of a config that is yet to be refused: its lead may then be below 0."""
+        """Derives the shape of a config. The config may still be invalid. Then the lead can be negative."""
         algorithm, schedule, batch = algorithm_of(config), config.schedule, config.batch
         pipelined = schedule.mode == "pipelined"
         ahead = min(schedule.max_staleness + 1 - schedule.sync_every, config.steps)
@@ -89,8 +90,11 @@ class RunShape:
 
 
 def prompt_blocks_of(batch: Batch, samples_per_group: int) -> int | None:
-    """The fewest equal blocks of prompts such that each has an equal number of the mini-batches, which share its groups
-    out by samples; as many as there are mini-batches where these are to take whole prompts. None: there is none."""
+    """Returns the smallest number of equal blocks of prompts such that every block has the same number of mini-batches.
+
+    The mini-batches of a block share its groups by samples. With `mini_batches_by: prompts` there is one block per
+    mini-batch. Returns None if no number works.
+    """
     first = batch.mini_batches if batch.mini_batches_by == "prompts" else 1
     for blocks in range(first, min(batch.mini_batches, batch.prompts_per_step) + 1):
         parts, rest = divmod(batch.mini_batches, blocks)

@@ -1,6 +1,6 @@
-"""The plain step: the tasks of one step of training, in the order in which they happen.
+"""The tasks of one training step, in the order in which they run.
 
-`iterations.py` lays the steps of a run out as the schedule's mode asks, and adds evaluations and checkpoints.
+`iterations.py` lays out the steps of a run according to the schedule's mode, and adds evaluations and checkpoints.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,17 +14,17 @@ from rltrain.tasks.roles import DECLARED, informing, roles_of_task, taken_by, ta
 
 @dataclass(frozen=True)
 class Part:
-    """Says which tasks of a step stand in one iteration. Without a lead of generation all of them do."""
+    """The tasks of a step inside one iteration. Without a lead one iteration has all of them."""
 
     generates: bool
     scores: bool
     informants: Sequence[str]
-    """Tasks of models that tell the actor something of scored samples."""
+    """Names of tasks of models. They compute log-probs or values of scored samples for the actor."""
     trains: bool
 
 
 class Step:
-    """Appends the tasks of steps to an order."""
+    """Appends the tasks of a step to an order."""
 
     def __init__(self, order: "TaskOrder", shape: RunShape) -> None:
         self.order, self.shape = order, shape
@@ -32,13 +32,13 @@ class Step:
         self.has_critic, self.has_inference = "critic" in order.roles, "inference" in order.roles
 
     def sync(self, step: int) -> None:
-        """The rollout gets the actor's weights, and so does the copy of the actor that computes its log-probs."""
+        """Appends the weight syncs from the actor to the rollout and, if placed, to role inference."""
         self.order.do("weight_sync", step)
         if self.has_inference:
             self.order.do("sync_inference", step)
 
     def run(self, step: int, part: Part) -> None:
-        """Samples are drawn, scored and given advantages chunk by chunk; then the critic and the actor are updated."""
+        """Appends the tasks of `part`: generation, scores and advantages chunk by chunk, then the updates."""
         for chunk in self.chunks:
             if part.generates:
                 self.order.do("generate", step, chunk)
@@ -52,7 +52,7 @@ class Step:
             self._update(step)
 
     def score(self, samples: str, task: str, step: int, chunk: int) -> None:
-        """Reward models and judges read the samples before the reward takes up what they say."""
+        """Appends the scoring `task` of a chunk, after the reward models and judges of the same samples."""
         for _, opinion in informing("reward", samples, self.order.roles):
             self.order.do(opinion.name, step, chunk)
         self.order.do(task, step, chunk)
@@ -73,7 +73,7 @@ class Step:
             self.order.do("update", step)
 
     def run_on_data(self, step: int) -> None:
-        """The actor trains on rows of data. The reference computes its log-probs of them first, where it is placed."""
+        """Appends a step of training on rows of data. The reference, if placed, computes its log-probs first."""
         if "reference" in self.order.roles:
             self.order.do("reference_logprobs", step)
         self.order.do("load_batch", step)
@@ -84,10 +84,11 @@ class Step:
 
 
 class Flow:
-    """The roles and transfers of every task in a run that has certain `roles`."""
+    """The roles and transfers of every task in a run with certain `roles`."""
 
     def __init__(self, roles: Sequence[str], *, draws: bool, late: Collection[str] = ()) -> None:
-        """`draws` tells whether samples are drawn and scored. Tasks take what the `late` tasks leave after all else."""
+        """Without `draws` the run has no samples and scores. Transfers of the `late` tasks are awaited after all
+        others."""
         self.roles = roles
         left = {
             transfer: (role, task.name) for role in roles for task in DECLARED[role].tasks for transfer in task.leaves
@@ -95,25 +96,25 @@ class Flow:
         self._sources = {name: role for name, (role, _) in left.items() if draws or name not in ("samples", "scored")}
         self._late = {name for name, (_, task) in left.items() if task in late}
         self.owners = cache(partial(roles_of_task, placed=roles))
-        """Returns the roles that execute a task of theirs together."""
+        """Returns the roles of a task, in the order of its declaration. They execute it together."""
         self.taken = cache(self._taken)
         self.left = cache(self._left)
 
     def _taken(self, task: str, role: str) -> list[tuple[str, str]]:
-        """Returns the transfers that a role takes for a task, each with its source."""
+        """Returns the transfers taken by `role` for a task, each with its source role."""
         taken = sorted(taken_by(role, task_of(task), self.roles), key=self._late.__contains__)
         return [(name, self._sources[name]) for name in taken if name in self._sources]
 
     def _left(self, task: str) -> list[tuple[str, str]]:
-        """Returns the transfers that a task leaves, with each role that takes them."""
+        """Returns the transfers left by a task, once for each role that takes them."""
         return [(name, taker) for name in task_of(task).leaves for taker in takers(name, self.roles)]
 
 
 class TaskOrder(Entries):
-    """An order to which tasks are appended with the waits and posts that follow from what they take and leave.
+    """An order of tasks with their waits and posts. These follow from the declared transfers of each task.
 
-    A wait stands right before the first task of a role that takes what it brings. A post stands right after the task
-    that leaves what it sends, one for each role that takes it.
+    A wait is placed right before the first task of a role that needs the transfer. A post is placed right after the
+    producing task, one for each destination role.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -131,10 +132,10 @@ class TaskOrder(Entries):
         takes_of: Sequence[int] | None = None,
         final: bool = False,
     ) -> None:
-        """Appends a task of `roles`, with its waits before it and its posts after it.
+        """Appends a task, with its waits before it and its posts after it.
 
-        The roles are by default those that declare the task. It waits for the transfers of the chunks `takes_of`, by
-        default for those of its own chunk.
+        `roles` defaults to the roles that declare the task. `takes_of` are the chunks whose transfers the task waits
+        for. The default is its own chunk.
         """
         first, *others = self.flow.owners(task) if roles is None else roles
         for transfer, source in self.flow.taken(task, first):

@@ -58,7 +58,7 @@ def test_members_release_a_communicator_at_places_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("breach", "rank", "error"),
     [
-        ("a_message_over_a_subclass", 0, r"RuntimeError: a message over ranks \(0, 1\) is issued on its own"),
+        ("a_message_over_a_subclass", 0, r"RuntimeError: a message over ranks \(0, 1\) is issued alone"),
         ("both_send_first", 1, "send of 16 bytes to rank 0, by rank 1, meets a send of 16 bytes: expected a receive"),
         ("a_first_call_of_some", 0, r"rank 0 waits for ranks \[2, 3\] in the first call on it, send of 16 bytes to 1"),
         ("sizes_that_differ", 0, "send of 16 bytes to rank 1, by rank 0, meets a receive of 32 bytes"),

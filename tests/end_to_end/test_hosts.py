@@ -95,7 +95,7 @@ def test_where_torchrun_is_killed_its_rank_ends_the_job(job: Any) -> None:
     assert ended.statuses == [1, -9]
     assert not ended.messages(1)
     (message,) = ended.messages(2)
-    assert re.match(r"rank 1 on n2 is at \w+\[\d\] \(.*\): torchrun, which started it, was killed", message), message
+    assert re.match(r"rank 1 on n2 is at \w+\[\d\] \(.*\): its torchrun was killed", message), message
 
 
 def test_with_restarts_it_goes_on_after_a_kill_and_a_cut(job: Any, alone: Path) -> None:

@@ -125,10 +125,10 @@ CONTRADICTIONS = {
     | {"preference": {"center_coef": 0.1}},
     "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8": DPO
     | {"batch": {"prompts_per_step": 8, "mini_batches": 3}},
-    "model.recompute.layers: got 2 with granularity selective, which is of all layers; expected null": {
+    "model.recompute.layers: got 2 with granularity selective, which applies to all layers; expected null": {
         "model": {"path": "m", "recompute": {"granularity": "selective", "layers": 2}}
     },
-    "model.recompute.modules: got mlp with granularity full, which is of whole layers": {
+    "model.recompute.modules: got mlp with granularity full; remove the key": {
         "model": {"path": "m", "recompute": {"layers": 2, "modules": ["mlp"]}}
     },
     "model.recompute.modules: got none; expected some, such as [core_attn, mlp]": {
@@ -138,7 +138,7 @@ CONTRADICTIONS = {
         "actor": {"optimizer": {"loss_scale": {"initial": 0.5, "minimum": 1.0}}}
     },
     "rollout.parallel.pp: got 2; expected 1": {"rollout": {"parallel": {"pp": 2}}},
-    "rollout.parallel.cp: got 2; expected 1: only training and evaluation": {"rollout": {"parallel": {"cp": 2}}},
+    "rollout.parallel.cp: got 2; expected 1: only training backends": {"rollout": {"parallel": {"cp": 2}}},
     "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor": {"rollout": {"parallel": {"ep": 2}}},
     "rollout.parallel.sequence_parallel: got true": {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
     "actor.parallel.sequence_parallel: got true with actor.parallel.tp 1; expected false, or a tp": {
@@ -152,7 +152,7 @@ CONTRADICTIONS = {
     "10 times one of 2. The nearest that works is 10": {
         "batch": {"prompts_per_step": 10, "samples_per_prompt": 2, "mini_batches": 8}
     },
-    "batch.mini_batches: got 8 with batch.prompts_per_step 10; expected a divisor of 10, as each takes whole "
+    "batch.mini_batches: got 8 with batch.prompts_per_step 10; expected a divisor of 10, because each takes whole "
     "prompts. The nearest that works is 10": {
         "batch": {"prompts_per_step": 10, "mini_batches": 8, "mini_batches_by": "prompts"}
     },
@@ -184,7 +184,7 @@ CONTRADICTIONS = {
     | {"teacher": {"path": "m", "kl": "forward"}},
     "teacher.rest: got False with teacher.kl reverse; expected teacher.kl: forward": TAUGHT
     | {"teacher": {"path": "m", "where": "loss", "top_k": 4, "rest": False}},
-    "teacher.max_distance: got 1.0 with teacher.where loss and teacher.top_k 0, an estimate": TAUGHT
+    "teacher.max_distance: got 1.0 with teacher.where loss and teacher.top_k 0, which has no distances": TAUGHT
     | {"teacher": {"path": "m", "where": "loss", "max_distance": 1.0}},
     "env.agent: got one with algorithm remax; expected none": {
         "algorithm": "remax",
@@ -202,12 +202,12 @@ CONTRADICTIONS = {
     },
     "rollout.sampling.temperature: got 0; expected above 0": {"rollout": {"sampling": {"temperature": 0}}},
     "evaluation.stop_at: got 0.5 without data.eval": {"evaluation": {"stop_at": 0.5}},
-    "data.train: neither path nor sources is given; expected one: data.train.path, a file": {"data": {"train": {}}},
+    "data.train: neither path nor sources is given; expected data.train.path (a file)": {"data": {"train": {}}},
     "data.train: both path and sources are given": {"data": {"train": {"path": "a", "sources": [{"path": "b"}]}}},
-    "data.train.sources.1.weight: got none beside sources that have one; expected a weight for every source": {
+    "data.train.sources.1.weight: got none, but other sources have one; expected a weight for every source": {
         "data": {"train": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]}}
     },
-    "data.train.sources: 2 are called 'rows'; expected a name for each": {
+    "data.train.sources: 2 are called 'rows'; expected different names": {
         "data": {"train": {"sources": [{"path": "a/rows.jsonl"}, {"path": "b/rows.jsonl"}]}}
     },
     "data.train.sources.0.name: got 'a b'; expected letters, digits": {
@@ -220,15 +220,15 @@ CONTRADICTIONS = {
     "data.solved_rate.low: got 0.6; expected at most data.solved_rate.high 0.5": {
         "data": {"train": {"path": "a"}, "solved_rate": {"low": 0.6, "high": 0.5}}
     },
-    "data.solved_rate: got low 0.4 and high 0.45 with batch.samples_per_prompt 8, of which no number": {
+    "data.solved_rate: got low 0.4 and high 0.45, but with batch.samples_per_prompt 8 no possible rate": {
         "data": {"train": {"path": "a"}, "solved_rate": {"low": 0.4, "high": 0.45}}
     },
-    "data.solved_rate: got it beside data.curriculum, by which steps take": {
+    "data.solved_rate: got a section together with data.curriculum, which already chooses": {
         "data": {"train": {"path": "a"}, "solved_rate": {}, "curriculum": {"key": "level", "steps": 2}}
     },
-    "data.solved_rate: got it with algorithm sft, which draws no samples that could solve a prompt": SFT
+    "data.solved_rate: got a section with algorithm sft, which generates no samples; expected null": SFT
     | {"data": {"train": {"path": "a"}, "solved_rate": {}}},
-    "data.train.sources: got 2 values of prompt_key with an environment; expected one": ENVIRONMENT
+    "data.train.sources: got 2 values of prompt_key with an environment; expected the same one": ENVIRONMENT
     | {"data": {"train": {"sources": [{"path": "a"}, {"path": "b", "prompt_key": "q"}]}}},
     "data.train.tools_key: got 'tools' with an environment; expected null": ENVIRONMENT
     | {"data": {"train": {"path": "a", "tools_key": "tools"}}},
@@ -241,7 +241,7 @@ CONTRADICTIONS = {
     | {"steps": 3, "critic": {"critic_warmup_steps": 3}},
     "rollout.max_context_tokens: got 2047; expected at least data.max_prompt_tokens 1024 + "
     "rollout.sampling.max_response_tokens 1024 = 2048": {"rollout": {"max_context_tokens": 2047}},
-    "rollout.kv_cache_gb: got 3.0 with rollout.engine sglang, whose server decides; expected auto": {
+    "rollout.kv_cache_gb: got 3.0 with rollout.engine sglang; expected auto, and mem_fraction_static": {
         "rollout": {"engine": "sglang", "kv_cache_gb": 3}
     },
 }
@@ -298,12 +298,12 @@ UNFIT = {
         "placement": {**GRPO, "actor,reference": "0-7"},
         "actor": {"parallel": {"pp": 8}},
     },
-    "placement.reward: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 4 gives 4 prompts": {
+    "placement.reward: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 4 gives them 4 prompts": {
         "placement": {"actor,reference,rollout": 0, "reward": "all"},
         "batch": {"prompts_per_step": 4},
     },
     "placement.actor: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 16 in 4 blocks for "
-    "mini-batches gives 4 prompts to share out; expected at least 8 prompts, or fewer ranks": {
+    "mini-batches gives them 4 prompts; expected at least 8 prompts, or fewer ranks": {
         "placement": {"actor": "all", "rollout,reward": 0},
         "batch": {"prompts_per_step": 16, "samples_per_prompt": 2, "mini_batches": 8},
     },
@@ -326,8 +326,8 @@ EXPERTS = {
     "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest": ("qwen3_moe", {"ep": 8}),
     "actor.parallel.ep: got 2; expected 1: the model has no experts": ("qwen3", {"ep": 2}),
     "actor.parallel.etp: got 2; expected null: the model has no experts": ("qwen3", {"etp": 2}),
-    "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor": ("qwen3_moe", {"ep": 3}),
-    "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2": (
+    "divides experts among ep 3 x etp 1 (null, so equal to tp) = 3; expected a divisor": ("qwen3_moe", {"ep": 3}),
+    "among ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2": (
         "qwen3_moe",
         {"ep": 4, "etp": 4},
     ),
@@ -402,7 +402,7 @@ ENGINES = {
         {"engine": "sglang"},
     ),
     "ep: got 8, which does not divide the 12 experts": ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}),
-    "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which cuts each expert in 4; expected a divisor of "
+    "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which splits each expert in 4; expected a divisor of "
     "its 6 units, or a larger ep": ("deepseek_v3", {"parallel": {"tp": 8, "ep": 2}}),
     "tp: got 4, which does not divide the model's 6 feed-forward units of shared experts": (
         "deepseek_v3",
@@ -458,6 +458,6 @@ def test_what_actor_and_reference_share_is_refused_once_and_their_own_sizes_twic
 @pytest.mark.parametrize("key, checkpoint", [("save_interval", 3), ("memory.interval", {"interval": 3})])
 def test_a_run_is_not_saved_between_two_weight_syncs(key, checkpoint):
     schedule = {"mode": "asynchronous", "max_staleness": 1, "sync_every": 2}
-    message = f"checkpoint.{key}: got 3; expected a multiple of schedule.sync_every 2: a checkpoint has the actor's"
+    message = f"checkpoint.{key}: got 3; expected a multiple of schedule.sync_every 2, because a checkpoint"
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_config(make_config(schedule=schedule, checkpoint={key.split(".")[0]: checkpoint}))

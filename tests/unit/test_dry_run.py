@@ -208,7 +208,7 @@ def test_rows_are_counted_by_source_and_reason_where_files_are_at_hand(tmp_path)
         "data.train.sources.0 (bad): 2 rows; left out: 5 bad rows skipped (no key 'label': 2, no JSON object: 1, no "
         f"key 'prompt': 1, unusable value: 1), 1 prompts too long {tmp_path}/bad.jsonl:2: the row has no key 'label'"
     )
-    assert "data.train.sources.1 (good): 999 rows, no more by max_rows; none left out" in said
+    assert "data.train.sources.1 (good): 999 rows, limited by max_rows; none left out" in said
     assert "data.eval (nowhere): rows unknown: there is no file 'nowhere.jsonl'" in said
     without_tokenizer = rows_of(f"data.train.path={tmp_path}/good.jsonl", model="nowhere")
     assert without_tokenizer.startswith("data.train (good): rows unknown: model.path: there is no folder 'nowhere'")
@@ -259,7 +259,7 @@ def test_a_column_that_the_config_names_and_rows_lack_ends_the_dry_run(tmp_path)
 def test_files_of_many_bytes_are_not_read(tmp_path):
     with (tmp_path / "rows.jsonl").open("wb") as file:
         file.truncate(3 * 2**30)
-    assert "3.22 GB in 1 files; a dry run reads 2.15 GB at most" in rows_of(f"data.train.path={tmp_path}/rows.jsonl")
+    assert "3.22 GB in 1 files; a dry run reads at most 2.15 GB" in rows_of(f"data.train.path={tmp_path}/rows.jsonl")
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("quickstart*.yaml")])
@@ -312,8 +312,8 @@ def test_a_function_is_found_in_its_file_which_is_not_run(tmp_path: Path, monkey
     ("name", "message"),
     [
         ("none.py:score", "'none.py:score': there is no file 'none.py'"),
-        ("mine.py", "'mine.py' names no function of the file; expected mine.py:FUNCTION"),
-        ("broken.py:score", "'broken.py:score': broken.py is no Python that can be read"),
+        ("mine.py", "'mine.py' names a file without a function; expected mine.py:FUNCTION"),
+        ("broken.py:score", "'broken.py:score': broken.py is not valid Python"),
         ("exact_mach", "'exact_mach' is unknown; expected exact_match, math, code, environment, an URL, "),
     ],
 )
@@ -379,7 +379,7 @@ def test_ranks_without_a_role_are_named(world_size: int, who: str) -> None:
 def test_variables_that_nobody_reads_are_doubted() -> None:
     (doubt,) = doubts_about_variables(["PATH", "RLTRAIN_NATVE", "RLTRAIN_NATIVE", "RLTRAIN_TEST_ANYTHING"])
     assert doubt == (
-        f"the environment variable RLTRAIN_NATVE is read by nobody; expected one of {', '.join(VARIABLES)} "
+        f"the environment variable RLTRAIN_NATVE has no effect; expected one of {', '.join(VARIABLES)} "
         "(the nearest is RLTRAIN_NATIVE)"
     )
 
@@ -477,14 +477,14 @@ def test_so_does_one_with_several_engines_that_settle_nothing_between_them(sched
 @pytest.mark.parametrize(
     ("placement", "schedule", "rollout", "reason"),
     [
-        (TWO_ENGINES, PARTIAL, {}, "schedule.partial_rollouts) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, PARTIAL, {}, "schedule.partial_rollouts) depends on the speed of each of the 2 engines"),
         (TWO_ENGINES, AHEAD | PARTIAL, {}, "schedule.partial_rollouts"),
-        (TWO_ENGINES, AHEAD | {"chunks": 2}, {}, "schedule.chunks) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, AHEAD | {"chunks": 2}, {}, "schedule.chunks) depends on the speed of each of the 2 engines"),
         (TWO_ENGINES, {"mode": "pipelined"}, {}, "schedule.chunks"),
         (TWO_ENGINES, {"mode": "pipelined", "chunks": 1}, {}, "schedule.mode"),
         (ONE_ENGINE, {"mode": "asynchronous", "max_staleness": 1}, {}, "schedule.in_flight_sync"),
         (ONE_ENGINE, {}, SGLANG, "enable_deterministic_inference"),
-        (ONE_ENGINE, PARTIAL, SEEDED, "schedule.partial_rollouts) depends on how fast the SGLang server is"),
+        (ONE_ENGINE, PARTIAL, SEEDED, "schedule.partial_rollouts) depends on the speed of the SGLang server"),
     ],
 )
 def test_what_keeps_a_run_from_repeating_is_named_with_its_key(placement, schedule, rollout, reason):
@@ -499,15 +499,15 @@ def test_selecting_groups_repeats_where_rewards_are_known_at_once(schedule):
     placement = {"actor": 0, "rollout,reward": 1}
     assert obstacle(placement, schedule, **SELECTING, reward={"function": "exact_match"}) is None
     of_a_process = obstacle(placement, schedule, **SELECTING, reward={"function": "math"})
-    assert of_a_process is not None and of_a_process.startswith("when a reward function answers")
+    assert of_a_process is not None and of_a_process.startswith("the decode step at which other prompts replace")
     several = obstacle({"actor": 0, "rollout,reward": "1-2"}, {}, **SELECTING, reward={"function": "exact_match"})
-    assert several is not None and "batch.dynamic_sampling) depends on how fast each of the 2 engines" in several
+    assert several is not None and "batch.dynamic_sampling) depends on the speed of each of the 2 engines" in several
 
 
 def test_the_dry_run_says_it():
     config = make_config(placement=TWO_ENGINES, schedule=PARTIAL)
     grids = role_grids(config, place(TWO_ENGINES))
-    assert describe_repeating(config, grids).startswith("no: which responses a generate task leaves to the next")
+    assert describe_repeating(config, grids).startswith("no: the choice of responses that a generate task leaves")
     alike = config.model_copy(update={"schedule": config.schedule.model_copy(update={"partial_rollouts": False})})
     assert describe_repeating(alike, grids).startswith("yes, on CPUs bit for bit")
 

@@ -55,7 +55,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         events.append(f"{threading.current_thread().name} is quiet")
 
     monkeypatch.setattr(ending, "_exit", exit_by_raising)
-    monkeypatch.setattr(ending, "_close_mouth", close_mouth)
+    monkeypatch.setattr(ending, "_discard_output", close_mouth)
     monkeypatch.setattr(ending, "_this_thread_ends_the_process", lambda: None)
     monkeypatch.setenv("GROUP_RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -157,10 +157,10 @@ def test_a_killed_rank_is_named_before_what_others_saw_of_it(
     ranks[0].way_on = lambda: "the same command goes on from step 2"
     status_of(lambda: ranks[0].by(RuntimeError("Connection closed by peer")))
     lost = (
-        "killed, as for want of memory, or crashed without a message: "
+        "killed (for example for lack of memory) or crashed without a message: "
         f"rank 1 on {platform.node()}, last known to be at generate[3] (rollout); the same command goes on from step 2"
     )
-    assert f"rltrain: {lost}. What rank 0 saw of it:\nrank 0 failed:\nRuntimeError: Conn" in capsys.readouterr().err
+    assert f"rltrain: {lost}. The error on rank 0:\nrank 0 failed:\nRuntimeError: Conn" in capsys.readouterr().err
     assert summary_of(tmp_path / "error.json", FAILED).splitlines()[-2] == f"  traceback : {lost}"
 
 
@@ -178,7 +178,9 @@ def test_where_a_connection_breaks_a_rank_of_another_machine_that_is_silent_is_n
     status_of(lambda: ranks[0].by(RuntimeError("Connection reset by peer" if broken else "out of memory")))
     beats_again.join()
     printed = capsys.readouterr().err
-    assert ("message: rank 1 on n2, last known to be at generate[3] (rollout). What rank 0 saw" in printed) == broken
+    assert (
+        "message: rank 1 on n2, last known to be at generate[3] (rollout). The error on rank 0" in printed
+    ) == broken
     assert "rank 2" not in printed
 
 
@@ -205,8 +207,8 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED
     message = (
-        f"rltrain: rank 4 on {platform.node()} is at its start: the job's store is gone: "
-        "torchrun, which has it, was ended on the first node"
+        f"rltrain: rank 4 on {platform.node()} is at its start: the job's store is gone, "
+        "because torchrun has ended on the first node"
     )
     assert (message in capsys.readouterr().err) == (local_rank == 0)
 
@@ -309,7 +311,7 @@ def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
     with pytest.raises(queue.Empty):
         messages.get(timeout=0.2)
     os.kill(os.getpid(), signal.SIGTERM)
-    message = "SIGINT: asked again, the job ends at once without a checkpoint; nothing is left"
+    message = "SIGINT: on the second request the job ends at once, without a checkpoint; nothing is left"
     assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
     assert first.verdict(0) is None, "where it had been decided that the job goes on it does"
 
@@ -325,7 +327,8 @@ def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
         os.kill(os.getpid(), signal.SIGINT)
         message, status = messages.get(timeout=20)
         keys = "checkpoint.save_interval and checkpoint.save_every_s"
-        assert (message, status) == (f"SIGINT: the job ends and saves nothing, as {keys} are 0", 128 + signal.SIGINT)
+        assert message == f"SIGINT: the job ends and saves nothing, because {keys} are 0"
+        assert status == 128 + signal.SIGINT
     finally:
         stop.close()
 
@@ -395,7 +398,7 @@ def test_rank_0_leaves_after_all_others_where_it_has_the_store(jobs: Jobs, monke
 def test_it_does_not_wait_for_ever_for_one_that_is_done(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", 0.2)
     ends(jobs, never=1)
-    assert "1 ranks that are done have not left" in caplog.text
+    assert "1 finished ranks have not left the store" in caplog.text
 
 
 @pytest.mark.parametrize("lost", [True, False])

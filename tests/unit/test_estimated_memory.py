@@ -495,9 +495,9 @@ FSDP: dict[str, Any] = {"backend": "fsdp"}
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"actor": {**FSDP, "parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "expected 1", "gathered whole"]),
+        ({"actor": {**FSDP, "parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "expected 1", "gathers whole"]),
         ({"actor": {**FSDP, "parallel": {"pp": 2}}}, ["actor.parallel.pp: got 2", "all layers"]),
-        ({"actor": {**FSDP, "parallel": {"ep": 2}}}, ["actor.parallel.ep: got 2", "sharded as all parameters"]),
+        ({"actor": {**FSDP, "parallel": {"ep": 2}}}, ["actor.parallel.ep: got 2", "sharded like all parameters"]),
         ({"actor": {**FSDP, "parallel": {"etp": 1}}}, ["actor.parallel.etp: got 1", "expected null"]),
         ({"reference": {**FSDP, "parallel": {"tp": 2}}}, ["reference.parallel.tp", "for role reference"]),
         ({"reference": FSDP, "actor": {"parallel": {"tp": 2}}}, ["actor.parallel.tp: got 2", "for role reference"]),
@@ -549,7 +549,7 @@ LENGTHS = {
 
 
 def test_copies_divide_the_ranks() -> None:
-    with pytest.raises(PlacementError, match=r"actor has 3 ranks, which 2 copies .* multiple of 2"):
+    with pytest.raises(PlacementError, match=r"actor has 3 ranks, but .* 2 copies .* multiple of 2"):
         planned(actor={**FSDP, "fsdp": {"replicas": 2}})
     grid = planned(actor={**FSDP, "fsdp": {"replicas": 3}}).grids["actor"]
     assert grid.sharded_array.tolist() == [[0], [1], [2]] and grid.dp == 3
@@ -578,7 +578,7 @@ def test_a_router_with_a_bias_needs_megatron() -> None:
 def test_a_family_that_no_engine_knows_is_refused_for_serving_alone() -> None:
     tensors = CanonicalTensors(("b.wte", "b.h.0.w", "b.h.1.w", "head"), ((7, 4), (4, 6), (4, 6), (7, 4)))
     unlisted = replace(tiny_architecture(), family="olmo2", unlisted=Unlisted(tensors, "b", ""))
-    with pytest.raises(ConfigError, match="of family olmo2, which backend fsdp trains and no engine"):
+    with pytest.raises(ConfigError, match="of family olmo2, which no engine of rltrain serves"):
         check_planned(planned(unlisted, actor=FSDP, **LENGTHS))
     flops = forward_flops(unlisted)
     assert (flops.layers, flops.head) == (2 * 48, 2 * unlisted.hidden_size * unlisted.vocab_size)

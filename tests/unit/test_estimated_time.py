@@ -329,7 +329,7 @@ def describe(model, *overrides, **options):
 def test_bytes_seconds_and_throughput_are_told(models):
     text = describe(models / "small")
     assert "ranks 0-7: peak " in text and "of 84.9 GB at update: activations" in text
-    assert "tokens/s/GPU" in text and "of it ranks wait: actor" in text
+    assert "tokens/s/GPU" in text and "waiting share: actor" in text
     assert "of 150 GB" in describe(models / "small", gpu="h200")
 
 
@@ -390,7 +390,7 @@ def test_every_rank_and_pair_on_request(models):
 def test_search_says_what_to_write(models):
     text = describe(models / "large", search=True)
     assert "does not fit" in text
-    _, header, first, *_ = text.partition("Placements that would be fastest")[2].splitlines()
+    _, header, first, *_ = text.partition("Fastest placements")[2].splitlines()
     assert header.split() == ["a", "step", "tokens/s/GPU", "peak", "keys"]
     keys = [part for part in first.split() if part.startswith(("actor.parallel", "rollout.parallel"))]
     assert len(keys) == 3
@@ -422,9 +422,7 @@ def test_experts_that_are_trained_without_the_engines_choice_are_doubted() -> No
 
     (doubt,) = doubts()
     assert doubt.startswith("model.router_replay: got off with experts and model.dtype bfloat16")
-    assert doubt.endswith(
-        "expected rollout: the actor's tokens visit the experts that the engine chose, for 384 bytes a token"
-    )
+    assert doubt.endswith("expected rollout: the actor then uses the engine's choices, for 384 bytes per token")
     (doubt,) = doubts("model.dtype=float32", "rollout.dtype=fp8")
     assert "with experts and rollout.dtype fp8" in doubt
     for beyond_doubt in ("model.dtype=float32", "actor.backend=fsdp", "model.router_replay=recompute"):

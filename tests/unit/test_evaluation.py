@@ -197,24 +197,24 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "evaluation.sets: 2 sets are called 'hard'; expected a name for each": {"sets": [HARD, HARD]},
-    "2 sets are called 'eval'; expected a name for each; eval is that of data": {"sets": [{**HARD, "name": "eval"}]},
+    "evaluation.sets: 2 sets are called 'hard'; expected different names": {"sets": [HARD, HARD]},
+    "2 sets are called 'eval'; expected different names; eval is the set of data": {"sets": [{**HARD, "name": "eval"}]},
     "evaluation.sets: got the name 'a b'; expected letters, digits": {"sets": [{**HARD, "name": "a b"}]},
-    "evaluation.sets.0.data.sources: got weights; expected none: an evaluation draws every row": {
+    "evaluation.sets.0.data.sources: got weights; expected none: an evaluation uses every row": {
         "sets": [{**HARD, "data": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]}}]
     },
     "evaluation.sets.0.data: neither path nor sources is given": {"sets": [{**HARD, "data": {}}]},
-    "evaluation.sets.0.samples_per_prompt: got 4 with sampling.temperature 0, at which all samples": {
+    "evaluation.sets.0.samples_per_prompt: got 4 with sampling.temperature 0, so all samples": {
         "sets": [{**HARD, "sampling": {}}]
     },
     "rollout.max_context_tokens: got 4096; expected at least data.max_prompt_tokens 1024 + "
     "evaluation.sets.0.sampling.max_response_tokens 4000 = 5024": {
         "sets": [{**HARD, "sampling": {"temperature": 1, "max_response_tokens": 4000}}]
     },
-    "evaluation.sets.0.data.label_key: got null, but the reward exact_match compares with labels": {
+    "evaluation.sets.0.data.label_key: got null, but reward exact_match needs labels": {
         "sets": [{**HARD, "data": {"path": "h", "label_key": None}}]
     },
-    "evaluation.sets.0.reward.function: got 'http://'; expected an URL with a host": {
+    "evaluation.sets.0.reward.function: got 'http://'; expected a URL with a host": {
         "sets": [{**HARD, "reward": {"function": "http://"}}]
     },
     "evaluation.keep_best.metric: got 'eval/hard/pass@3'; expected a metric of an evaluation set: one of eval/": {
@@ -246,7 +246,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "data": {"train": {"path": "t"}},
         "placement": {"rollout,reward": 0},
     },
-    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none: held-out rows are": {
+    "evaluation.sets: got 1 with algorithm dpo, which answers no prompts; expected none, and held-out rows": {
         "sets": [HARD],
         "algorithm": "dpo",
         "placement": {"actor,reference": 0},

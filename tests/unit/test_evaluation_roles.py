@@ -340,30 +340,30 @@ def test_it_may_be_placed_on_ranks_of_its_own_in_any_mode(sections: dict[str, An
 
 
 REFUSED = {
-    "placement.evaluation: shares ranks 1 with reward, rollout, which could not go on while it draws; expected "
-    "ranks of its own. Or leave the role out": {"placement": {**PLACED, "evaluation": "1-2"}},
-    "placement.evaluation: the role is placed, and nothing is evaluated": {"data": {"train": {"path": "t"}}},
-    "placement.evaluation: got the role with role env": {
+    "placement.evaluation: shares ranks 1 with reward, rollout, which would wait during an "
+    "evaluation; expected separate ranks, or no role evaluation": {"placement": {**PLACED, "evaluation": "1-2"}},
+    "placement.evaluation: the role is placed, but nothing is evaluated": {"data": {"train": {"path": "t"}}},
+    "placement.evaluation: the role is placed with role env": {
         "placement": {**PLACED, "env": 1},
         "env": {"function": "calculator"},
     },
-    "data.eval: is scored by the run's reward, of which reward_model is part": {
+    "data.eval: the set uses the run's reward with reward_model, which cannot score": {
         "placement": {**PLACED, "evaluation": 2, "reward_model": 3},
         "reward_model": {"path": "rm"},
     },
-    "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
-    "keep; expected evaluation.dtype: auto": {
+    "evaluation.keep_best: got a section with engines of role evaluation in fp8, which hold only rounded "
+    "weights; expected evaluation.dtype: auto": {
         "rollout": {"dtype": "fp8"},
         "evaluation": {"keep_best": {"metric": "eval/score"}},
     },
-    "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang, whose server decides; expected auto: set "
+    "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang; expected auto, and "
     "mem_fraction_static in rollout.sglang.args": {"evaluation": {"engine": "sglang", "kv_cache_gb": 4.0}},
     "rollout.kv_cache_gb: got 4.0 with evaluation.engine sglang": {
         "rollout": {"kv_cache_gb": 4.0},
         "evaluation": {"engine": "sglang"},
     },
-    "evaluation.max_running_requests: got 8, of engines of role evaluation, which is not placed; expected "
-    "evaluation: ranks in placement, or rollout.max_running_requests": {
+    "evaluation.max_running_requests: got 8, but role evaluation is not placed; expected evaluation: ranks in "
+    "placement, or rollout.max_running_requests": {
         "placement": {"actor": 0, "rollout, reward": 1},
         "evaluation": {"max_running_requests": 8},
     },
@@ -417,7 +417,7 @@ def test_its_bytes_and_seconds_are_foretold_and_are_no_part_of_a_step():
     steps = [Clock(each, gpu, workload).step() for each in (job, without)]
     assert steps[0].step_s == pytest.approx(steps[1].step_s) and "evaluation" not in steps[0].busy
     lines = describe_evaluation(job.config, job.grids, estimator_of_sets(job, DryRunOptions(8, 8)))
-    assert lines[0].startswith("by role evaluation, 2 engines of tp 1 on ranks 6-7, beside training")
+    assert lines[0].startswith("by role evaluation, 2 engines of tp 1 on ranks 6-7, in parallel with training")
     assert "32.8 GB of weights" in lines[1] and lines[-1].endswith(" s")
 
 

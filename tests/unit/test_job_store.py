@@ -126,7 +126,7 @@ def test_those_that_have_finished_are_never_blamed():
     assert culprit_of(status(0, finished=True), status(1, finished=True)) is None
     stall = stall_of(status(0, wait=waiting_for(1)), status(1, finished=True))
     assert stall is not None and stall.rank == 0
-    assert "waits at wait samples[3] for rank 1, of whom nobody is at work" in str(stall)
+    assert "waits at wait samples[3] for rank 1, but none of them is at work" in str(stall)
 
 
 def test_the_host_of_the_rank_is_named_where_there_are_several() -> None:

@@ -254,8 +254,8 @@ def test_where_a_model_is_placed_functions_are_those_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"reward_model": {}}, "reward_model.path: got null, and placement has role reward_model"),
-        ({"judge": {"path": "j"}}, "judge.prompt: got null; expected what the judge is asked"),
+        ({"reward_model": {}}, "reward_model.path: got null, but placement has role reward_model"),
+        ({"judge": {"path": "j"}}, "judge.prompt: got null; expected the question to the judge"),
         ({"placement": {"actor, rollout, reward": 0}}, "no role judge is placed; expected judge: ranks in placement"),
         ({"reward_model": {"path": "m", "name": "judge"}}, "reward: 2 are called 'judge'"),
         (
@@ -267,7 +267,7 @@ def test_where_a_model_is_placed_functions_are_those_that_are_named() -> None:
         ({"judge": MODELS["judge"] | {"parallel": {"pp": 2}}}, "judge.parallel.pp: got 2; expected 1"),
         (
             {"judge": MODELS["judge"] | {"engine": "sglang", "kv_cache_gb": 3}},
-            "judge.kv_cache_gb: got 3.0 with judge.engine sglang, whose server decides",
+            "judge.kv_cache_gb: got 3.0 with judge.engine sglang; expected auto",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_cannot_be_meant_is_refused(sections: dict[str, Any], message: str)
 
 
 def test_a_reward_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward.functions: got none, and no model tells what responses are worth"):
+    with pytest.raises(ConfigError, match=r"reward.functions: got none, and no model scores responses"):
         check_config(make_config(reward={"functions": []}))
 
 

@@ -238,7 +238,7 @@ def test_transformer_engine_renames_the_fused_norms_only() -> None:
         ({"pp": 2, "layers_per_stage": (1, 1, 1)}, "expected 2 numbers"),
         ({"pp": 2, "layers_per_stage": (4, -1)}, "expected 2 numbers"),
         ({"vpp": 3}, "vpp is 3 with pp 1"),
-        ({"pp": 2, "vpp": 2}, "3 layers cannot be shared out over 4 chunks"),
+        ({"pp": 2, "vpp": 2}, "3 layers cannot be divided among 4 chunks"),
         ({"ep": 8}, r"experts \(4\) cannot be split into 8"),
         ({"tp": 8}, r"attention heads \(4\) cannot be split into 8"),
         ({"ep": 2, "etp": 3}, "ep 2 x etp 3 does not divide the 8 ranks"),

@@ -123,7 +123,7 @@ def test_both_sides_notice_that_the_other_has_gone(server, caplog):
     server.close()
     with pytest.raises(PeerLost):
         answer_to(other)
-    with pytest.raises(StallError, match=f"nobody answers at 127.0.0.1:{port}"):
+    with pytest.raises(StallError, match=f"no answer from 127.0.0.1:{port}"):
         connect("127.0.0.1", port, "secret")
 
 

@@ -99,8 +99,8 @@ def test_the_rest_is_what_no_other_role_names_in_a_world_of_any_size(taken, worl
 def test_the_rest_is_of_one_key_whose_refusals_name_it():
     with pytest.raises(PlacementError) as refused:
         resolve_placement({"actor": 0, "rollout": "rest", "reward": "rest"}, 4, 4)
-    assert "placement.reward: 'rest': placement.rollout says so too" in str(refused.value)
-    assert 'share what is left: "rollout, reward": rest' in str(refused.value)
+    assert "placement.reward: 'rest': placement.rollout is rest too" in str(refused.value)
+    assert 'on the remaining ranks: "rollout, reward": rest' in str(refused.value)
     with pytest.raises(PlacementError, match=r"placement\.rollout: 'rest': no rank is left: other roles are on 0-3"):
         resolve_placement({"rollout": "rest", "actor": "all"}, 4, 4)
     placement = resolve_placement({"actor": "0-1", "rollout": "rest"}, 5, 5)
@@ -124,10 +124,10 @@ def test_a_reward_that_nobody_places_is_where_the_rollout_is_wherever_that_is():
         ("actor", "0-99999999999999", "rank 99999999999999 does not exist"),
         ("actor", "node:2", "node 2 does not exist; expected nodes in 0-1"),
         ("actor", "3-1", "range '3-1' is reversed; expected 1-3"),
-        ("actor", "0-1:0-3", "puts 4 processes on 2 ranks; expected at most as many"),
-        ("actor", "0-2:0-1", "shares 3 ranks out among 2 processes; expected a divisor of 3"),
+        ("actor", "0-1:0-3", "puts 4 processes on 2 ranks; expected at most one process per rank"),
+        ("actor", "0-2:0-1", "divides 3 ranks among 2 processes; expected a divisor of 3"),
         ("actor", "0-1:4-5", "begin with 4; expected 0"),
-        ("actor", "0-1:x", "'x' behind the colon is no range of processes"),
+        ("actor", "0-1:x", "'x' after the colon is no range of processes"),
         ("actor", "", "a rank or range of ranks is missing; expected inclusive ranks"),
         ("actor", "0,,1", "a rank or range of ranks is missing"),
         ("actor", "node:", "a node or range of nodes is missing"),
@@ -479,7 +479,7 @@ def test_the_last_chunk_has_the_fewest() -> None:
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 layers cannot be shared out over 4 chunks"):
+    with pytest.raises(ValueError, match="3 layers cannot be divided among 4 chunks"):
         planned_layers(3, 4)
     with pytest.raises(ValueError, match=r"layers_per_stage is \[1, 1\]; expected 4 numbers \(pp 2 x vpp 2\)"):
         Grid((0, 1), pp=2, vpp=2, layers_per_stage=(1, 1)).layers_of_chunks(2)

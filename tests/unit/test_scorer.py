@@ -457,15 +457,15 @@ def test_a_function_without_a_name_has_its_own(part: dict[str, Any], title: str)
     [
         (
             {"function": "exact_match", "functions": ({"function": "math"},)},
-            "reward.function: got 'exact_match' beside reward.functions; expected one of the two",
+            "reward.function: got 'exact_match' together with reward.functions; expected one of the two",
         ),
-        ({"options": {"a": 1}, "functions": ({"function": "math"},)}, "reward.options: got {'a': 1} beside"),
+        ({"options": {"a": 1}, "functions": ({"function": "math"},)}, "reward.options: got {'a': 1} together with"),
         ({"functions": ({"function": "m.f"}, {"function": "n.f"})}, "reward.functions: 2 are called 'f'"),
         ({"functions": ({"function": "m.mean"},)}, "reward.functions.0.name: got 'mean'; expected letters, digits"),
         ({"functions": ({"function": "math", "name": "a b"},)}, "reward.functions.0.name: got 'a b'"),
-        ({"functions": ({"function": "math", "name": "a_errors"},)}, "nothing that ends in _errors"),
+        ({"functions": ({"function": "math", "name": "a_errors"},)}, "no ending _errors or _timeouts"),
         ({"functions": ({"function": "math", "weight": 0.0},)}, "reward.functions: every weight is 0"),
-        ({"function": "http:///score"}, "got 'http:///score'; expected an URL with a host"),
+        ({"function": "http:///score"}, "got 'http:///score'; expected a URL with a host"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(reward: dict[str, Any], message: str) -> None:
@@ -476,7 +476,7 @@ def test_what_cannot_be_meant_is_refused(reward: dict[str, Any], message: str) -
 
 def test_rewards_that_compare_need_labels() -> None:
     data = {"train": {"path": "train.jsonl", "label_key": None}}
-    with pytest.raises(ConfigError, match="data.train.label_key: got null, but the reward exact_match compares"):
+    with pytest.raises(ConfigError, match="data.train.label_key: got null, but reward exact_match needs labels"):
         check_config(make_config(data=data))
     check_config(make_config(data=data, reward={"function": "environment"}))
 

@@ -62,9 +62,9 @@ def test_bytes_and_seconds_are_foretold_in_a_fresh_checkout(
     header = HEADER.search(path.read_text())
     assert header
     text = describe_job(path, [], DryRunOptions(int(header[1]), RANKS_PER_NODE))  # refused where an H100 has no room
-    assert "no deadlock" in text and "Bytes, foretold for h100" in text and "a step: " in text
+    assert "no deadlock" in text and "Bytes, estimated for h100" in text and "a step: " in text
     model = load_config(path, []).model.path
-    assert f"model.path: {model} does not exist yet; the shape is that of the config.json of " in text
+    assert f"model.path: {model} does not exist yet; its shape is the one in rltrain's config.json of " in text
     assert path.name not in LARGE or "Warnings" not in text
     assert path.name != "deepseek_v3.yaml" or "layers of the stages: 7, 8, 8, 8, 8, 8, 8, 6" in text
 

@@ -129,7 +129,7 @@ def test_a_pause_needs_checkpoints() -> None:
 
 def test_limits_on_what_no_engine_drew_are_refused() -> None:
     config = make_config(algorithm="sft", placement={"actor": 0}, **NO_EVALUATION, checks={"max_kl": 0.1})
-    with pytest.raises(ConfigError, match=r"checks\.max_kl: got 0\.1 with algorithm sft, which trains on what no"):
+    with pytest.raises(ConfigError, match=r"checks\.max_kl: got 0\.1 with algorithm sft, which trains on no samples"):
         check_config(config)
 
 

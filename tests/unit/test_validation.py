@@ -85,13 +85,13 @@ ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}
 REFUSED = {
     "sft has nothing to overlap": (
         {"algorithm": "sft", "placement": {"actor": 0}, "schedule": {"mode": "pipelined"}},
-        "schedule.mode: got pipelined with algorithm sft, which generates nothing; expected sequential",
+        "schedule.mode: got pipelined with algorithm sft, which generates no samples; expected sequential",
         ["schedule.mode: sequential"],
     ),
     "pipelined with everything on the rollout's ranks": (
         {"placement": COLOCATED, "schedule": {"mode": "pipelined"}},
         "schedule.mode: got pipelined, but rollout (ranks 0-1) shares ranks with every role that follows it (reward, "
-        "actor, reference): a rank that decodes can do nothing else meanwhile",
+        "actor, reference), and a rank can do nothing else while it decodes",
         ["schedule.mode: sequential"],
     ),
     "asynchronous with training on the rollout's ranks": (
@@ -105,37 +105,37 @@ REFUSED = {
             "placement": {"actor": 0, "critic": "1-2", "rollout": "2-3", "reward": 0},
             "schedule": ASYNCHRONOUS | {"sync_every": 2},
         },
-        "schedule.mode: got asynchronous, but rollout and critic share ranks 2,",
+        "schedule.mode: got asynchronous, but rollout and critic share ranks 2. These",
         ["schedule.mode: pipelined", "schedule.max_staleness: 0", "schedule.sync_every: 1"],
     ),
     "weights older than allowed": (
         {"schedule": ASYNCHRONOUS | {"sync_every": 3}},
-        "schedule.sync_every: got 3: weights would be 2 steps old, and schedule.mode asynchronous with "
+        "schedule.sync_every: got 3, so weights would be 2 steps old, but schedule.mode asynchronous with "
         "schedule.max_staleness 1 allows 1",
         ["schedule.sync_every: 2"],
     ),
     "rare syncs in a mode that needs the latest weights": (
         {"schedule": {"mode": "pipelined", "sync_every": 2}},
-        "schedule.sync_every: got 2: weights would be 1 steps old, and schedule.mode pipelined with "
+        "schedule.sync_every: got 2, so weights would be 1 steps old, but schedule.mode pipelined with "
         "schedule.max_staleness 0 allows 0",
         ["schedule.sync_every: 1"],
     ),
     "rare syncs without a limit that allows them": (
         {"schedule": {"sync_every": 3}},
-        "schedule.sync_every: got 3: weights would be 2 steps old, and schedule.mode sequential with "
+        "schedule.sync_every: got 3, so weights would be 2 steps old, but schedule.mode sequential with "
         "schedule.max_staleness 0 allows 0",
         ["schedule.max_staleness: 2"],
     ),
     "staleness that cannot come up": (
         {"schedule": {"max_staleness": 2}},
-        "schedule.max_staleness: got 2 with schedule.mode sequential, in which no sample is older than its step; "
+        "schedule.max_staleness: got 2 with schedule.mode sequential, so no sample is older than its step; "
         "expected 0, or schedule.mode: asynchronous",
         ["schedule.mode: asynchronous"],
     ),
     "continued responses that would all be dropped": (
         {"schedule": {"partial_rollouts": True}},
-        "schedule.partial_rollouts: with schedule.max_staleness 0 and schedule.on_stale drop every continued response "
-        "would be thrown away",
+        "schedule.partial_rollouts: got true with schedule.max_staleness 0 and schedule.on_stale drop, so every "
+        "continued response would be dropped",
         ["schedule.on_stale: mask"],
     ),
     "a correction without its cap": (
@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "chunks of a sequential step": (
         {"schedule": {"chunks": 2}},
-        "schedule.chunks: got 2 with schedule.mode sequential, where parts of a step have nothing to overlap with",
+        "schedule.chunks: got 2 with schedule.mode sequential, so chunks of a step could not overlap",
         ["schedule.chunks: 1"],
     ),
     "chunks that do not divide the prompts": (
@@ -155,13 +155,14 @@ REFUSED = {
     ),
     "groups selected by rewards of another rank": (
         {"batch": {"dynamic_sampling": {}}},
-        "placement.reward: got ranks 2 with batch.dynamic_sampling: engines whose first ranks are 1 could not score "
-        "what they draw. The nearest that works is the rollout's ranks, 1; or batch.dynamic_sampling: null",
+        "placement.reward: got ranks 2 with batch.dynamic_sampling: engines with first ranks 1 could not score their "
+        "samples. The nearest that works is the rollout's ranks, 1; or batch.dynamic_sampling: null",
         ["batch.dynamic_sampling: null"],
     ),
     "rewards on ranks that draw nothing": (
         {"batch": {"dynamic_sampling": {}}, "placement": {"actor,reference": 0, "rollout": "1-2", "reward": "1-3"}},
-        "ranks 3 draw nothing, and would get no rewards to give. The nearest that works is the rollout's ranks, 1-2",
+        "ranks 3 generate no samples, and would have nothing to score. The nearest that works is the rollout's ranks, "
+        "1-2",
         ["batch.dynamic_sampling: null"],
     ),
     "one sample whose rewards should differ": (
@@ -175,7 +176,7 @@ REFUSED = {
     ),
     "demonstrations to select from": (
         {"algorithm": "sft", "batch": {"dynamic_sampling": {}}},
-        "batch.dynamic_sampling: got it with algorithm sft, which draws nothing to select from",
+        "batch.dynamic_sampling: got a section with algorithm sft, which generates no samples",
         ["batch.dynamic_sampling: null"],
     ),
     "chunks across the blocks of mini-batches": (
@@ -196,7 +197,7 @@ REFUSED = {
             "schedule": ASYNCHRONOUS,
             "rollout": {"engine": "sglang", "sglang": {"args": {"disable_overlap_schedule": False}}},
         },
-        "rollout.sglang.args.disable_overlap_schedule: got false in a run whose responses may be under way",
+        "rollout.sglang.args.disable_overlap_schedule: got false, but responses may be running when weights arrive",
         ["schedule.in_flight_sync: false"],
     ),
     "an engine of which one rank may be held up": (
@@ -205,7 +206,7 @@ REFUSED = {
             "rollout": {"parallel": {"tp": 2}},
             "schedule": ASYNCHRONOUS,
         },
-        "schedule.in_flight_sync: the engine on ranks 1-2 has ranks that host different roles, and could not change "
+        "schedule.in_flight_sync: got true, but ranks 1-2 of one engine have different roles, so it could not change "
         "its weights at one decode step",
         ["schedule.in_flight_sync: false"],
     ),
@@ -244,7 +245,7 @@ def changed(sections: dict[str, Any], choices: list[str]) -> dict[str, Any]:
 
 def test_all_that_cannot_be_comes_in_one_message():
     message = refusal(placement=COLOCATED, schedule={"mode": "pipelined", "chunks": 3, "sync_every": 2})
-    assert message.startswith("3 things in the schedule that cannot be:\n")
+    assert message.startswith("3 impossible settings of the schedule:\n")
     assert all(re.search(rf"^  {key}: ", message, re.MULTILINE) for key in ("schedule.mode", "schedule.chunks"))
     assert "schedule.sync_every" in message
 
@@ -263,7 +264,7 @@ FULL_GATHER = {"delta": {}, "transport": "full_gather"}
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"rollout": {"offload": True}}, r"each would send everything; expected rollout.offload: auto or false"),
+        ({"rollout": {"offload": True}}, r"each sync would send everything; expected rollout.offload: auto or false"),
         ({"weight_sync": FULL_GATHER}, r"expected weight_sync.transport: planned"),
         ({"rollout": HTTP_ENGINE | {"http": GROUP}}, r"expected rollout.http.weights: folder"),
         ({"rollout": HTTP_ENGINE | {"protocol": "vllm"}}, r"expected weight_sync.delta: null"),
@@ -368,7 +369,7 @@ REFUSED_LOSSES = {
     "loss.kl.unbiased: got true with loss.kl.where reward; expected loss.kl.where: loss": {
         "kl": {"coef": 0.1, "where": "reward", "unbiased": True}
     },
-    "loss.kl.unbiased: got true with loss.kl.estimator k2, whose mean is not the KL": {
+    "loss.kl.unbiased: got true with loss.kl.estimator k2, whose mean is never the KL": {
         "kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}
     },
     "loss.correction.normalize: got step with loss.old_logprobs rollout; expected mini_batch": {
@@ -376,8 +377,11 @@ REFUSED_LOSSES = {
         "old_logprobs": "rollout",
         "correction": {"high": 2.0, "normalize": "step"},
     },
-    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
-    "loss.old_logprobs: actor": {"old_logprobs": "rollout", "correction": {"high": 2.0}},
+    "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis, so the policy's "
+    "ratio already compares the actor with the engine; expected loss.old_logprobs: actor": {
+        "old_logprobs": "rollout",
+        "correction": {"high": 2.0},
+    },
 }
 REFUSED_CORRECTIONS = {
     "method: got icepop without loss.correction.high; expected an upper bound of the ratio": {"method": "icepop"},
@@ -390,7 +394,7 @@ REFUSED_CORRECTIONS = {
         "high": 2.0,
         "normalize": "step",
     },
-    "rejected: got weight_0 without loss.correction.masks or reject_above; expected left_out": {
+    "rejected: got weight_0 without loss.correction.masks or reject_above; expected one of these, or left_out": {
         "high": 2.0,
         "rejected": "weight_0",
     },
@@ -398,17 +402,17 @@ REFUSED_CORRECTIONS = {
     "reject_by: got k1 without loss.correction.reject_above": {"reject_by": "k1"},
 }
 REFUSED_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "cpu_offload: got true with actor.optimizer.name muon, which makes whole matrices orthogonal": {
+    "cpu_offload: got true with actor.optimizer.name muon, whose orthogonalisation is too slow on a host": {
         "name": "muon",
         "cpu_offload": True,
     },
-    "muon: given with actor.optimizer.name adamw, which does not look at it; expected name muon": {
+    "muon: got a section with actor.optimizer.name adamw, which ignores it; expected name: muon": {
         "muon": {"momentum": 0.9}
     },
 }
 REFUSED_ROLLOUTS: dict[str, dict[str, Any]] = {
     "urls: got none with rollout.engine http": {"engine": "http"},
-    "urls: got some with rollout.engine embedded": {"urls": URLS},
+    "urls: got URLs with rollout.engine embedded": {"urls": URLS},
     "parallel: got tp 2": HTTP_ENGINE | {"parallel": {"tp": 2}},
     "dtype: got fp8 with rollout.engine http": HTTP_ENGINE | {"dtype": "fp8"},
     "kv_cache_gb: got 3.0 with rollout.engine http": HTTP_ENGINE | {"kv_cache_gb": 3},
@@ -422,18 +426,18 @@ REFUSED_SECTIONS: dict[str, dict[str, Any]] = {
         "model": {"path": "m", "lora": {"rank": 4}},
         "weight_sync": {"adapters": "apart"},
     },
-    "loss.policy: got gspo with algorithm sft, which learns from no samples of its own": {
+    "loss.policy: got gspo with algorithm sft, which has no policy loss; remove the key": {
         "algorithm": "sft",
         "placement": {"actor": 0},
         **NO_EVALUATION,
         "loss": {"policy": "gspo"},
     },
-    "loss.policy: got geometric_mean with algorithm ppo, whose tokens have advantages of their own": {
+    "loss.policy: got geometric_mean with algorithm ppo, which has an advantage per token": {
         "algorithm": "ppo",
         "placement": PPO,
         "loss": GEOMETRIC,
     },
-    "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, whose tokens have advantages of their own": {
+    "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, which has an advantage per token": {
         "algorithm": "reinforce_plus_plus",
         "loss": GEOMETRIC,
     },

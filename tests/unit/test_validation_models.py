@@ -108,9 +108,9 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms after", LOCAL]),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
         (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
-        (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
+        (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "has soft caps on its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
-        (NEMOTRON, FSDP, ["actor.backend: got fsdp", "transformers' nemotron", "expected megatron"]),
+        (NEMOTRON, FSDP, ["actor.backend: got fsdp", "is nemotron", "expected megatron"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
         (DYNAMIC, {}, ["data.max_prompt_tokens", "64 positions", "max_position_embeddings", "dynamic RoPE scaling"]),
         (
@@ -174,7 +174,7 @@ EXPERTS = tiny_architecture("qwen3_moe", hidden_size=64, max_positions=4096)
     ("dtype", "architecture", "ep", "parts"),
     [
         ("bfloat16", EXPERTS, 2, []),
-        ("float16", EXPERTS, 2, ["model.dtype float16", "or model.dtype bfloat16: it sends nothing else"]),
+        ("float16", EXPERTS, 2, ["model.dtype float16", "or model.dtype bfloat16, the only dtype"]),
         ("bfloat16", replace(EXPERTS, hidden_size=60), 2, ["has a hidden size of 60", "multiples of 8"]),
         ("bfloat16", replace(EXPERTS, moe=replace(EXPERTS.moe, num_experts=6)), 6, ["6 ranks", "the nearest is 4"]),  # type: ignore[type-var]
     ],
@@ -196,7 +196,7 @@ def test_experts_are_trained_in_float16() -> None:
 def test_an_evaluation_may_have_the_losses_of_the_run_that_it_is_of() -> None:
     moe = {"aux_loss_coef": 1e-3}
     check(EXPERTS, algorithm="evaluate", placement={"rollout, reward": 0}, model={"path": "m", "moe": moe})
-    with pytest.raises(ConfigError, match="no model that is trained has experts"):
+    with pytest.raises(ConfigError, match="no trained model has experts"):
         check(tiny_architecture("qwen3", max_positions=4096), model={"path": "m", "moe": moe})
 
 
@@ -257,7 +257,7 @@ def test_groups_fill_the_rows_of_every_rank() -> None:
     assert problems(make(12), actor=halved, reference=alone) == []
     (said,) = problems(make(24), actor=halved, reference=alone)
     assert "group_size: got 24; expected a divisor of 12, the rows" in said
-    assert "in role actor, cut over 2 ranks, or experts on fewer ranks (actor.parallel.etp)" in said
+    assert "in role actor, split over 2 ranks, or experts on fewer ranks (actor.parallel.etp)" in said
     assert problems(make(24), actor=Grid((0, 1), tp=2, etp=1)) == []
     assert problems(make(24), actor=Grid((0, 1), copies=1)) == []
     hidden, inner = problems(make(32), actor=alone)
@@ -331,7 +331,7 @@ WITHOUT_BOTH_PASSES = r"got recompute, but .*; expected loss.old_logprobs: actor
 @pytest.mark.parametrize(
     ("mode", "sections", "said"),
     [
-        ("rollout", SFT, r"got rollout with algorithm sft, whose samples no engine draws; expected off"),
+        ("rollout", SFT, r"got rollout with algorithm sft, which uses no samples of an engine; expected off"),
         ("recompute", {"loss": {"old_logprobs": "rollout"}}, WITHOUT_BOTH_PASSES),
     ],
 )
@@ -508,7 +508,7 @@ def predicting_config(path: Path | str = "m", model: dict[str, Any] | None = Non
             },
             "backend fsdp for role inference",
         ),
-        ({"lora": {"rank": 4}}, {}, "which trains adapters alone"),
+        ({"lora": {"rank": 4}}, {}, "which trains only adapters"),
         ({"residual_dtype": "float32"}, {}, r"model\.residual_dtype: got float32 with"),
         ({}, {"reference": REFERENCE}, r"reference\.refresh_every: got 2 with model\.mtp"),
     ],
