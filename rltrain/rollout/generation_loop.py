@@ -67,7 +67,7 @@ class LeaderDecisions:
 
 @dataclass(frozen=True)
 class StreamRules:
-    """Determines which groups of the prompt stream make up a step and which may be started during it.
+    """Determines the groups of each step, and the groups that may be started during it.
 
     Without a shared log, a step takes the groups at the next `per_step` positions that are open in `done`. With a
     shared log, it takes the next `per_step` groups to finish, at any position. A step is handed over in `num_chunks`

@@ -401,7 +401,7 @@ class Selection:
     """For each counted group not yet handed over: the dropped positions in its entry of the completion log."""
 
     def decide(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the positions (that count, that are dropped) among the groups known so far. Called on the first rank."""
+        """Returns (kept positions, dropped positions) of the decisions known so far. Called on the first rank."""
         assert self.filter is not None, "the role that scores groups sets the filter before the first decode step"
         kept, dropped = [], []
         for verdict in self.filter.verdicts(self.undecided, step) if self.undecided else ():
