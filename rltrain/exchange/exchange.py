@@ -26,8 +26,8 @@ from rltrain.runtime.job_store import Waiter
 # A replica's data crosses the network once per node of the replica. An owner sends to all ranks of the replica on its
 # own node, and to one rank on every other node. That rank relays the messages of all other nodes to its neighbours.
 #
-# So a rank may also wait for another rank of its replica. This adds no deadlock, since the task after the wait needs that
-# rank anyway.
+# So a rank may also wait for another rank of its replica. This adds no deadlock, because the task after the wait needs
+# the other rank anyway.
 
 
 @dataclass(frozen=True)
@@ -351,8 +351,8 @@ def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[
     owners, found = route.source.owners(), holders[is_due].unique().tolist()
     if found and not (found[0] >= 0 and found[-1] < len(owners)):
         raise ExchangeError(
-            f"groups of {route.name} name the source replicas {found[:8]} (the first 8), but there are {len(owners)}: the "
-            "data was damaged in transit, or ranks run different versions of rltrain"
+            f"groups of {route.name} name the source replicas {found[:8]} (the first 8), but there are {len(owners)}: "
+            "the data was damaged in transit, or ranks run different versions of rltrain"
         )
     return sorted({teller, *(owners[holder] for holder in found)})
 

@@ -148,7 +148,8 @@ class Engine(ABC):
     """
 
     policy_version: int | None
-    """Version of the served weights. It is set when an update is complete, and None while the weights are incomplete."""
+    """Version of the served weights. It is set when an update is complete, and None while the weights are
+    incomplete."""
     num_restarts: int = 0
     """Number of restarts of the engine's own process."""
 
@@ -319,8 +320,8 @@ def served_version(policy_version: int | None) -> int:
     """Returns the version if it is set. Raises SyncError if it is None."""
     if policy_version is None:
         raise SyncError(
-            "the engine was asked to generate while its weights are incomplete: no weight sync has ended yet, or one has "
-            "begun and not ended. Expected a successful weight_sync before every generate"
+            "the engine was asked to generate while its weights are incomplete: no weight sync has ended yet, or one "
+            "has begun and not ended. Expected a successful weight_sync before every generate"
         )
     return policy_version
 

@@ -23,8 +23,8 @@ from rltrain.runtime.job_store import Waiter, poll, poll_s
 class LeaderDecision:
     """The actions of an engine before its next decode step.
 
-    They are: join a weight sync, end the task, start the groups `claims`, apply `answers` to waiting samples, accept
-    the external turns of `mail`, and keep or drop finished groups.
+    With `sync` it joins a weight sync, with `done` it ends the task. It starts the groups `claims`, gives `answers` to
+    waiting samples, accepts the external turns of `mail`, and keeps or drops finished groups.
     """
 
     sync: bool = False
@@ -48,7 +48,8 @@ _AS_JSON = TypeAdapter(LeaderDecision)
 
 
 class LeaderDecisions:
-    """Broadcasts the leader's decisions over `group`, the gloo group of the engine's ranks, or None for a single rank."""
+    """Broadcasts the leader's decisions over `group`, the gloo group of the engine's ranks, or None for a single
+    rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -87,7 +88,8 @@ class StreamRules:
     num_ahead: int = 0
     """Number of groups of later steps that may be started during a step."""
     max_staleness: int | None = None
-    """Groups of later steps may only start with weights fresh enough for the next step at this staleness. None: always."""
+    """Groups of later steps may only start with weights fresh enough for the next step at this staleness. None:
+    always."""
 
     @property
     def first_step(self) -> int:

@@ -78,7 +78,8 @@ class Mail:
 
 
 class Guests(Protocol):
-    """Turns requested from outside, on one engine. Its ranks make the same calls in the same order, except for `mail`."""
+    """Turns requested from outside, on one engine. Its ranks make the same calls in the same order, except for
+    `mail`."""
 
     def mail(self) -> Mail | None:
         """Returns the requests since the last call, or None if the next decode step has nothing to do. Only on the

@@ -124,7 +124,8 @@ class Sample:
     seed: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Log-probs under the tempered but untruncated distribution (temperature 1 when greedy), as recomputed in training."""
+    """Log-probs under the tempered but untruncated distribution (temperature 1 when greedy), as recomputed in
+    training."""
     policy_versions: tuple[int, ...] = ()
     """The engine's policy version at the decode step of each token, 0 for observed tokens. It can change within a
     response."""
