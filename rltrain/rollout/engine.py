@@ -166,7 +166,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_usable(self) -> int:
-        """Number of further samples worth submitting: those for free slots, plus one batch that would start together.
+        """Number of further samples worth submitting: one per free slot, and a batch to start together next.
 
         It is above 0 if nothing is unfinished.
         """
