@@ -133,8 +133,10 @@ class Episodes:
         """Counts episodes that could not be restored from a checkpoint."""
 
     def settle(self) -> list[Observed]:
-        """Prepares a checkpoint. Returns the answers that arrive before it and waits for those. Called by all
-        engines."""
+        """Prepares a checkpoint. Waits until environments have saved their episodes and returns the answers up to then.
+
+        Called by all engines.
+        """
         return []
 
     def metrics(self) -> dict[str, float]:

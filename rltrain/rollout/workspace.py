@@ -124,8 +124,8 @@ def _grouped_attention(architecture: Architecture, grid: Grid, item_bytes: int) 
 def _delta_net(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
     """Returns the bytes per token of a gated delta net, including the fp32 tensors of a prefill pass.
 
-    These are the output of the convolution and several tensors per head: queries and keys with their remainders between
-    chunks, values, changes before and after solving, and the scores of a chunk.
+    These are the output of the convolution and several tensors per head. Per head they are queries and keys with their
+    remainders between chunks, values, changes before and after solving, and the scores of a chunk.
     """
     if architecture.delta is None:
         return 0

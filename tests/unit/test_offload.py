@@ -108,7 +108,7 @@ def test_another_process_has_the_same_memory() -> None:
     assert other.tensors["bias"].tolist() == [2, 9, 2]
     with pytest.raises(ValueError, match="shared memory of"):
         HostTensors.of_another(own.place, {"bias": LIKE["bias"]}, CPU)
-    with pytest.raises(OSError, match="it is a process of elsewhere"):
+    with pytest.raises(OSError, match="that process is on elsewhere"):
         HostTensors.of_another(("elsewhere", *own.place[1:]), LIKE, CPU)
 
 
