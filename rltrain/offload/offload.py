@@ -210,7 +210,7 @@ class Offloader:
             self._communicators.restore(position)
 
     def changed(self, role: str, part: str) -> None:
-        """Reports a write to a part outside the tasks that declare it, such as weights arriving in flight."""
+        """Notes a write to a part outside the tasks that declare it, such as weights arriving in flight."""
         self.parts[role, part].changed()
 
     def metrics(self) -> dict[str, float]:

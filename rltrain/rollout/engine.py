@@ -191,7 +191,7 @@ class Engine(ABC):
 
     @abstractmethod
     def arrived(self, part: int) -> None:
-        """Reports that this rank's share of the part has been written."""
+        """Notes that this rank's share of the part has been written."""
 
     @abstractmethod
     def end_update(self, version: int) -> None:

@@ -338,11 +338,11 @@ class GroupFilter(Protocol):
         ...
 
     def drop(self, group: SampleGroup, step: int, reason: str) -> None:
-        """Reports that the group was dropped in this step."""
+        """Notes that the group was dropped in this step."""
         ...
 
     def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        """Reports that the group would have been dropped, but the limit of this step is reached."""
+        """Notes that the group would have been dropped, but the limit of this step is reached."""
         ...
 
 

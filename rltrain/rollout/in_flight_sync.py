@@ -10,7 +10,7 @@ from rltrain.runtime.job_store import Waiter, poll, poll_s
 
 
 class NoInFlightSync:
-    """Used if new weights arrive only at their place in the order."""
+    """Replaces InFlightSync if new weights arrive only at their place in the order."""
 
     def is_due(self) -> bool:
         return False
@@ -136,7 +136,7 @@ class InFlightSync:
         if self.is_leader:
             self.store.add(self.joined_key, 1)
         self.num_joined += 1
-        assert self._next is not None, "the actor announces as many syncs as the order has"
+        assert self._next is not None, "the actor announced more syncs than the order has"
         self._joined_last = self._next[0]
         self._next = next(self._syncs, None)
         self.run(self._joined_last)

@@ -19,8 +19,7 @@ VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before splitting it."""
 
 ARRIVING_BYTES = 512 * 2**20
-"""Bytes of weights in transfer at once for an evaluation by engines of role evaluation, while another one is
-running."""
+"""Bytes of weights that arrive at once on engines of role evaluation while an evaluation is running."""
 
 ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
 

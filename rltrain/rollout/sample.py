@@ -133,7 +133,7 @@ class Sample:
     """Whether the model generated the token. Only these tokens are trained on."""
     status: Status = Status.PENDING
     turns: tuple[int, ...] = ()
-    """For each finished turn, the number of tokens at its end. Its last token has this index minus 1."""
+    """For each finished turn, the number of response tokens at its end. The index of its last token is one less."""
     turn_rewards: tuple[float, ...] = ()
     """Rewards of the first turns, in order. Later turns have no reward yet."""
     turn_limit: int | None = None

@@ -69,9 +69,8 @@ def workspace(
 def workspace_beside_cache(config: Config, architecture: Architecture, grid: Grid, role: str) -> int:
     """Returns the bytes on a rank of a role's engines outside weights and KV cache.
 
-    They suffice for the most running responses and for arriving weights.
-
-    The weights of the next evaluation arrive while engines of role evaluation are running.
+    They suffice for the most running responses and for arriving weights. The weights of the next evaluation arrive
+    while engines of role evaluation are running.
     """
     settings, model = config.served(role), config.model
     fp8 = settings.dtype == "fp8"

@@ -63,8 +63,7 @@ def _updates(role: str) -> Needs:
 
 
 BASE = parts_of("rollout", "base")
-"""Weights under the separate adapters of an engine. A weight sync leaves them unchanged. Other engines lack this
-part."""
+"""Base weights of engines with separate adapters. A weight sync leaves them unchanged. Other engines lack this part."""
 _GENERATES = Needs(
     reads=_weights("rollout") | BASE, updates=parts_of("env", "simulators"), rewrites=parts_of("rollout", "kv_cache")
 )
