@@ -282,11 +282,11 @@ class Exchange:
     def wait(self, route: Route) -> Shipment:
         """Waits for all data of this rank's replica and returns it sorted by group id."""
         dp = route.destination.coordinates(self.rank).dp
-        arrived = self._receive(route, self._taken(route, dp, [route.teller(dp)]))
+        arrived = self._receive(route, self._intake_from(route, dp, [route.teller(dp)]))
         of_self = [self.to_self.pop(route.position)] if route.position in self.to_self else []
         told = together([*arrived.values(), *of_self])
         replica_of = route.replica_of(told.group_tokens)
-        taken = self._taken(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
+        taken = self._intake_from(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
         arrived |= self._receive(route, taken, already=arrived.keys())
         if taken.followers:
             from_afar = together([arrived.pop((rank, OWN)) for rank in taken.from_afar])
@@ -313,7 +313,7 @@ class Exchange:
             self._await(self.relayed[0].deliveries, f"delivery of {self.relayed[0].route.name}")
             del self.relayed[0]
 
-    def _taken(self, route: Route, dp: int, owners: Sequence[int]) -> Intake:
+    def _intake_from(self, route: Route, dp: int, owners: Sequence[int]) -> Intake:
         """Returns this rank's intake of data from `owners` to replica `dp`."""
         return intake(self.rank, owners, route.destination.replica(dp), self.ranks_per_node)
 
@@ -384,8 +384,8 @@ def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment
             columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
         for key, of_shipment in columns.items():
             group_tokens = of_shipment.pop(GROUP_TOKENS)
-            of_nobody = torch.zeros_like(group_tokens)  # until `share` assigns them
-            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, of_nobody))
+            unassigned = torch.zeros_like(group_tokens)  # until `share` assigns them
+            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, unassigned))
     return parts
 
 

@@ -61,15 +61,15 @@ class CommunicatorPlan:
 
     def to_open(self, position: int) -> dict[RankList, int]:
         """Returns the generation of each list that the task at `position` may use."""
-        self._come_to(position + 1)
+        self._advance_to(position + 1)
         return {ranks: use.generation for ranks, use in self._last.items() if use.position == position}
 
     def to_close(self, position: int) -> list[RankList]:
         """Returns the lists with a finished generation and without users in the task at `position`."""
-        self._come_to(position)
+        self._advance_to(position)
         return [ranks for ranks in self.lists if self._is_over(ranks, position)]
 
-    def _come_to(self, position: int) -> None:
+    def _advance_to(self, position: int) -> None:
         """Advances past all uses before `position`."""
         for ranks in self.lists:
             while (use := self._next[ranks]) is not None and use.position < position:
@@ -171,7 +171,7 @@ class Offloader:
         self._communicators = communicators
         self._memory_saver = memory_saver
         self._span = span
-        self._on_the_way: list[Key] = []
+        self._in_transit: list[Key] = []
         """Parts on the device with copies that may still be running."""
         self._metrics = _no_moves()
 
@@ -254,14 +254,14 @@ class Offloader:
         self._note_residue({role for role, _ in keys})
 
     def _onload(self, keys: Sequence[Key], position: int) -> None:
-        if not keys and not self._on_the_way:
+        if not keys and not self._in_transit:
             return
         start = time.perf_counter()
-        with self._span(_names([*self._on_the_way, *keys]), "onload"):
+        with self._span(_names([*self._in_transit, *keys]), "onload"):
             for key in keys:
                 self._bring(key, position)
             self._memory.finish_copies()
-            self._on_the_way.clear()
+            self._in_transit.clear()
         self._metrics["memory/onload_s"] += time.perf_counter() - start
 
     def _bring(self, key: Key, position: int) -> None:
@@ -282,7 +282,7 @@ class Offloader:
             if fits and not any(_share_memory(part, other) for _, other in self._on_device()):
                 spare -= part.size_bytes
                 self._bring(key, following)
-                self._on_the_way.append(key)
+                self._in_transit.append(key)
 
     def _note_residents(self) -> None:
         resident: dict[str, float] = defaultdict(float)

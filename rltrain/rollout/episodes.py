@@ -165,7 +165,7 @@ def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Tr
         recorded = next((one for one in known if one.context == trajectory.ids), None)
         if recorded is None and trajectory.logprobs is None:
             raise Unusable(f"trajectory {number} of its environment was not generated here and has no log-probs")
-        made = _recorded(recorded, trajectory) if recorded else _as_told(sample, trajectory)
+        made = _recorded(recorded, trajectory) if recorded else _from_trajectory(sample, trajectory)
         samples.append(replace(made, id=sample.episode + number * SIBLINGS_APART))
     return Observed(sample.id, samples[0].status, trajectories=tuple(samples))
 
@@ -190,7 +190,7 @@ def _recorded(sample: Sample, trajectory: Trajectory) -> Sample:
     )
 
 
-def _as_told(sample: Sample, trajectory: Trajectory) -> Sample:
+def _from_trajectory(sample: Sample, trajectory: Trajectory) -> Sample:
     count = trajectory.num_response_tokens
     assert trajectory.logprobs is not None
     mask = (True,) * count if trajectory.loss_mask is None else trajectory.loss_mask

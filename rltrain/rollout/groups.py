@@ -135,11 +135,11 @@ class PromptGroups:
     def num_wanted(self) -> int:
         """Number of groups that could start at once."""
         if self.episodes is not None:
-            return self._num_wanted_to_play
+            return self._num_wanted_conversations
         return self.engine.num_free_slots // self.num_samples or int(self.engine.num_unfinished == 0)
 
     @property
-    def _num_wanted_to_play(self) -> int:
+    def _num_wanted_conversations(self) -> int:
         """Number of groups for the free slots, rounded up. Unstarted samples will take slots; samples waiting for an
         answer hold none. The rest of a group takes the next slots to become free, because conversations come and leave
         one by one."""

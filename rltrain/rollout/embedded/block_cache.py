@@ -317,7 +317,7 @@ class BlockCache(KvCache):
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Brings the block table on the device up to date."""
-        rows = self._taken().rows
+        rows = self._allocated().rows
         if not np.array_equal(rows, self._shown):
             self._shown = rows.copy()
             self.table.copy_(torch.from_numpy(self._shown))
@@ -329,11 +329,11 @@ class BlockCache(KvCache):
             self.states.hold(0)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
-        return self._taken().num_admissible(waiting, num_wanted, num_running, version)
+        return self._allocated().num_admissible(waiting, num_wanted, num_running, version)
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
         entered, copies = Entered({}, []), list[tuple[int, int]]()
-        entries = self._taken().enter(first_slot, samples, version)
+        entries = self._allocated().enter(first_slot, samples, version)
         if self.states:
             self.states.begin(first_slot, first_slot + len(samples))
         for slot, (sample, entry) in enumerate(zip(samples, entries, strict=True), start=first_slot):
@@ -354,11 +354,11 @@ class BlockCache(KvCache):
         return entered
 
     def extend(self, slot: int, position: int) -> int:
-        return self._taken().extend(slot, position)
+        return self._allocated().extend(slot, position)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         for source, destination in zip(sources, destinations, strict=True):
-            self._taken().move(source, destination)
+            self._allocated().move(source, destination)
         if self.states:
             self.states.move(sources, destinations)
 
@@ -368,7 +368,7 @@ class BlockCache(KvCache):
                 self._tables.free(slot)
 
     def park(self, slot: int, sample: Sample) -> None:
-        self._taken().park(slot, sample, self.states.parked(slot) if self.states else None)
+        self._allocated().park(slot, sample, self.states.parked(slot) if self.states else None)
 
     def routed(self, slot: int, first: int, end: int) -> Tensor:
         rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
@@ -391,7 +391,7 @@ class BlockCache(KvCache):
     def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         spans = [(row * width, suffix.slot, suffix.first, suffix.end) for row, suffix in enumerate(suffixes)]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
-        rows = self._taken().rows[[suffix.slot for suffix in suffixes], :num_read]
+        rows = self._allocated().rows[[suffix.slot for suffix in suffixes], :num_read]
         blocks = torch.from_numpy(rows).to(self.table.device)
         return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
 
@@ -438,11 +438,11 @@ class BlockCache(KvCache):
 
     def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
         """Returns the places of these positions of a slot in the flattened blocks."""
-        blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
+        blocks = self._allocated().rows[slot, positions // self.block_tokens].astype(np.int64)
         rows: np.ndarray = blocks * self.block_tokens + positions % self.block_tokens
         return rows
 
-    def _taken(self) -> BlockTables:
+    def _allocated(self) -> BlockTables:
         """Returns the tables. Allocates the memory first if necessary."""
         if self._tables is None:
             count = self.num_blocks()

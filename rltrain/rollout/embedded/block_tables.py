@@ -72,7 +72,7 @@ class BlockPool:
         for block in blocks:
             self.num_holders[block] -= 1
             if not self.num_holders[block]:
-                self._let_go(block)
+                self._free_unless_kept(block)
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Turns one holder of each block into a keeper."""
@@ -92,9 +92,9 @@ class BlockPool:
             self.num_keepers[block] -= 1
             if not self.num_holders[block]:
                 self.num_kept -= 1
-                self._let_go(block)
+                self._free_unless_kept(block)
 
-    def _let_go(self, block: int) -> None:
+    def _free_unless_kept(self, block: int) -> None:
         """Frees a block without holders, unless it has keepers."""
         if self.num_keepers[block]:
             self.num_kept += 1

@@ -292,9 +292,9 @@ class LatentAttention:
         rotated = rotate(halves_of_pairs(rotated), rotation)
         if isinstance(attention, PrefillAttention) and not attention.reads_cache:
             attention.store(layer, kept, kept)
-            attended = self._among(plain, rotated, kept, attention)
+            attended = self._attend_to_each_other(plain, rotated, kept, attention)
         else:
-            attended = self._to_kept(layer, plain, rotated, kept, attention)
+            attended = self._attend_to_cached(layer, plain, rotated, kept, attention)
         add_product(hidden, attended, self._output, self._group)
 
     def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
@@ -312,7 +312,9 @@ class LatentAttention:
         key = rotate(halves_of_pairs(key), rotation)
         return torch.cat([normed(latent, self._latent_norm, LATENT_NORM_EPS), key], -1), inner
 
-    def _among(self, plain: Tensor, rotated: Tensor, kept: Tensor, attention: PrefillAttention) -> Tensor:
+    def _attend_to_each_other(
+        self, plain: Tensor, rotated: Tensor, kept: Tensor, attention: PrefillAttention
+    ) -> Tensor:
         """Attends with explicit keys and values of every head. Returns [tokens, heads * value_head_dim]."""
         mla = self._mla
         latent, key = kept.split([mla.kv_rank, mla.rope_head_dim], -1)
@@ -321,7 +323,9 @@ class LatentAttention:
         keys = torch.cat([keys, key.expand(-1, self._num_heads, -1)], -1)
         return attention.among(torch.cat([plain, rotated], -1), keys, values)
 
-    def _to_kept(self, layer: int, plain: Tensor, rotated: Tensor, kept: Tensor, attention: Attention) -> Tensor:
+    def _attend_to_cached(
+        self, layer: int, plain: Tensor, rotated: Tensor, kept: Tensor, attention: Attention
+    ) -> Tensor:
         """Attends to cached latents. Returns [tokens, heads * value_head_dim]."""
         mla, adapter = self._mla, self._from_latent.adapter
         of_keys, of_values = self._by_head(self._from_latent.read())
