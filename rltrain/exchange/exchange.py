@@ -32,7 +32,7 @@ from rltrain.runtime.job_store import Waiter
 
 @dataclass(frozen=True)
 class Intake:
-    """The sources of a replica's data for one rank, and the ranks that get it relayed from there."""
+    """The senders of a replica's data to one rank, and the neighbours to which the rank relays it."""
 
     owners: tuple[int, ...]
     """Other ranks that send their data directly to this one."""

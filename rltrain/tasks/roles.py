@@ -287,7 +287,7 @@ def task_of(name: str) -> Task:
     for declared in all_tasks():
         if declared.name == name:
             return declared
-    raise ValueError(f"what the task {name} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
+    raise ValueError(f"the task {name} is not declared: add it to rltrain/tasks/roles.py")
 
 
 def roles_of_task(name: str, placed: Collection[str]) -> tuple[str, ...]:
