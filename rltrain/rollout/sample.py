@@ -153,7 +153,9 @@ class Sample:
                 f"policy_versions and {len(self.loss_mask)} entries of loss_mask; expected one of each per token"
             )
         if len(self.turn_rewards) > len(self.turns):
-            raise ValueError(f"{len(self.turn_rewards)} turn_rewards for {len(self.turns)} finished turns; expected at most one per turn")
+            raise ValueError(
+                f"{len(self.turn_rewards)} turn_rewards for {len(self.turns)} finished turns; expected at most one each"
+            )
 
     @property
     def is_finished(self) -> bool:
