@@ -210,7 +210,7 @@ def test_where_all_has_been_handed_over_the_stream_goes_on_from_there():
 
 
 def test_files_of_different_checkpoints_are_refused():
-    with pytest.raises(CheckpointError, match="do not agree"):
+    with pytest.raises(CheckpointError, match="disagree"):
         share_out([RolloutState(Consumed(4)), RolloutState(Consumed(8))], 2)
     with pytest.raises(CheckpointError, match="0 engines"):
         share_out([], 2)
