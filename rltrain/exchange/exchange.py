@@ -1,9 +1,10 @@
-"""Moves experience between roles: from every source replica's owner to the ranks of each destination replica.
+"""Moves experience between roles, from the owner of each source replica to the ranks of each destination replica.
 
-Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
-the token counts of all groups; by which of its ranks they get there is in `fan_out`. Of each destination replica one
-owner tells it of all groups: their token counts, and which source replica has which. So it knows who else has something
-for it, and owners send to those replicas alone for which they have groups.
+A prompt group is never split. `data.assignment` chooses its destination replica, and every rank computes the same
+choice from the token counts of all groups. `receivers` and `intake` choose the ranks on the way.
+
+One owner per destination replica also sends the token counts of all groups and the source replica of each. The replica
+derives from them the other owners with data for it. Those owners send only to replicas with groups of theirs.
 """
 
 import math
@@ -20,32 +21,32 @@ from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.job_store import Waiter
 
-# By which ranks a transfer enters the nodes of a replica, and who passes it on there.
+# Routing within a replica.
 #
-# What a replica is due crosses the network once for each of its nodes: an owner sends it to all ranks of the replica
-# on its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on
-# other nodes have sent. So no rank but that one hears of owners on other nodes.
+# A replica's data crosses the network once per node of the replica. An owner sends to all ranks of the replica on its
+# own node, and to one rank on every other node. That rank relays the messages of all other nodes to its neighbours.
 #
-# So a rank waits for one of its own replica too, with which the task behind the wait has it wait anyway: an order that
-# can finish still can.
+# So a rank may also wait for another rank of its replica. This adds no deadlock, because the task after the wait needs
+# the other rank anyway.
 
 
 @dataclass(frozen=True)
 class Intake:
-    """From whom a rank gets what its replica is due, and to whom it passes that on."""
+    """The senders of a replica's data to one rank, and the neighbours to which the rank relays it."""
 
     owners: tuple[int, ...]
-    """Other ranks that send to this one what they have."""
+    """Other ranks that send their data directly to this one."""
     from_afar: tuple[int, ...] = ()
-    """Those of them whose messages this rank passes on."""
+    """Owners with messages to be relayed by this rank."""
     followers: tuple[int, ...] = ()
-    """The neighbours to which it does."""
+    """Neighbours that get the relayed messages."""
     relay: int | None = None
-    """The neighbour that passes on to this rank what comes from other nodes."""
+    """The neighbour that relays data from other nodes to this rank."""
 
 
 def receivers(owner: int, replica: Sequence[int], ranks_per_node: int) -> list[int]:
-    """To whom `owner` sends what `replica` is due, itself among them where it is of the replica."""
+    """Returns the ranks of `replica` that get messages directly from `owner`. It includes `owner` if it is in the
+    replica."""
     entrances: dict[int, int] = {}
     for rank in replica:
         entrances.setdefault(rank // ranks_per_node, rank)
@@ -54,7 +55,7 @@ def receivers(owner: int, replica: Sequence[int], ranks_per_node: int) -> list[i
 
 
 def intake(rank: int, owners: Sequence[int], replica: Sequence[int], ranks_per_node: int) -> Intake:
-    """Of `rank` in `replica`, where `owners` send: the other end of `receivers`."""
+    """Returns the intake of `rank` in `replica` for data from `owners`. It is the inverse of `receivers`."""
     here = rank // ranks_per_node
     others = tuple(owner for owner in owners if owner != rank)
     entrance, *behind = (peer for peer in replica if peer // ranks_per_node == here)
@@ -66,18 +67,21 @@ def intake(rank: int, owners: Sequence[int], replica: Sequence[int], ranks_per_n
     return Intake(others, from_afar=tuple(o for o in others if o not in near), followers=tuple(behind))
 
 
-# Shipments of experience, and the messages that carry them: a header of whole numbers and one buffer of bytes.
+# Shipments of experience and their messages: an integer header and one buffer of bytes.
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
 ALIGNMENT_BYTES = HEADER_ITEM_BYTES = 8
 Message = tuple[Tensor, Tensor]
-"""Header and body."""
+"""(header, body)."""
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """Samples on their way, and of all groups of the chunk, which `experience` has a part of: `group_tokens` [groups],
-    and `holders` [groups], the replicas of the role that the samples are with."""
+    """Samples on their way between roles, and metadata of all groups of the chunk.
+
+    `experience` has some of the chunk's samples. `group_tokens` [groups] has the token count of every group of the
+    chunk. `holders` [groups] has the source replica of every group.
+    """
 
     experience: Experience
     group_tokens: Tensor
@@ -91,21 +95,24 @@ class Shipment:
 
 
 def together(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, and what one of the parts says of all groups."""
+    """Returns all samples of the parts of one shipment, with the group metadata of one part."""
     told = max(parts, key=lambda part: len(part.group_tokens))
     return replace(told, experience=join(part.experience for part in parts))
 
 
 def joined(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
+    """Returns a copy of all samples of the parts of one shipment, by group id, with the group metadata of one part."""
     whole = together(parts)
     by_group = torch.argsort(whole.experience.group_ids, stable=True)
     return Shipment(whole.experience.select(by_group), whole.group_tokens.clone(), whole.holders.clone())
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
-    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens and holders as int32 and
-    then each field, padded to whole 8 bytes."""
+    """Encodes a shipment as (header, body).
+
+    The header is int64 of length `header_length`, with its checksum last. The body is uint8: `group_tokens` and
+    `holders` as int32, then each field, each padded to a multiple of 8 bytes.
+    """
     experience, group_tokens, holders = shipment.experience, shipment.group_tokens, shipment.holders
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
@@ -115,15 +122,15 @@ def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
 
 
 def opened(message: Tensor, fields: Sequence[str]) -> Shipment:
-    """What a message [bytes] uint8, header and body in one, carries. Raises ExchangeError as `decode` does."""
+    """Decodes a message with header and body in one uint8 tensor. Raises ExchangeError if it is damaged."""
     num_bytes = HEADER_ITEM_BYTES * header_length(fields)
     if len(message) < num_bytes:
-        raise ExchangeError(f"{len(message)} bytes of experience arrived; expected a header of {num_bytes} at least")
+        raise ExchangeError(f"{len(message)} bytes of experience arrived; expected a header of at least {num_bytes}")
     return decode(message[:num_bytes].view(torch.int64), message[num_bytes:], fields)
 
 
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
-    """The inverse of `encode`. Raises ExchangeError where they are of no shipment."""
+    """Decodes a shipment made by `encode`. Raises ExchangeError if header and body do not belong to one shipment."""
     if len(body) != body_bytes(header, fields):
         raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
     num_groups = header[2:3].tolist()
@@ -137,8 +144,8 @@ def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
     lengths = shipment.experience.lengths
     if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
         raise ExchangeError(
-            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all: they "
-            "were damaged on the way, or ranks run other versions of rltrain"
+            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all. They "
+            "were damaged in transit, or ranks run different versions of rltrain"
         )
     return shipment
 
@@ -148,18 +155,18 @@ def header_length(fields: Sequence[str]) -> int:
 
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
-    """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
+    """Returns the size of the body in bytes. Raises ExchangeError if the header's checksum is wrong."""
     if crc32(header[:-1].numpy().tobytes()) != int(header[-1]):
         raise ExchangeError(
-            f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
-            "ranks run other versions of rltrain"
+            f"the header of a shipment, {header.tolist()}, does not match its checksum: it was damaged in "
+            "transit, or ranks run different versions of rltrain"
         )
     of_groups = padded_bytes(torch.int32, header[2:3].tolist())
     return 2 * of_groups + sum(padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields))
 
 
 def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
-    """(dtype, shape) of each field's tensor."""
+    """Returns (dtype, shape) of each field's tensor."""
     num_samples, num_tokens, _, *widths, _ = header.tolist()
     remaining = iter(widths)
     shapes = []
@@ -180,15 +187,14 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 OWN, RELAYED = 0, 1
-"""Of messages from an owner, and of those from who passes on what owners on other nodes have sent."""
+"""Kinds of messages: from the owner itself, or relayed from owners on other nodes."""
 Leg = tuple[int, int]
-"""The rank that a message comes from, and which of the two it is."""
+"""(sending rank, OWN or RELAYED)."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One transfer of one step. `position` of its post in the order makes its message tags its own among those of all
-    that is on its way."""
+    """One transfer of one step. `position` of its post in the order gives it unique message tags."""
 
     name: str
     source: Grid
@@ -201,30 +207,30 @@ class Route:
         return 2 * self.position + part
 
     def replica_of(self, group_tokens: Tensor) -> Tensor:
-        """[groups] the destination replica that each goes to."""
+        """Returns the destination replica of each group, shape [groups]."""
         return assign_groups(group_tokens, self.destination.dp, self.num_blocks)
 
     def teller(self, dp: int) -> int:
-        """The owner that tells destination replica `dp` of all groups."""
+        """Returns the owner that sends the metadata of all groups to destination replica `dp`."""
         return self.source.owner(dp % self.source.dp)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What this rank sends by a route: the messages, which stay until all have been received."""
+    """The messages sent by this rank over a route. They are kept until all have been received."""
 
     route: Route
     of_groups: Shipment
-    """What is said of all groups, without samples."""
+    """Metadata of all groups, without samples."""
     deliveries: list[InTransit] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
 
 class Exchange:
-    """The two ends of every transfer for this rank. Sends stay in an outbox until retired.
+    """Both ends of all transfers of this rank. Sent messages stay in an outbox until `retire`.
 
-    `ranks_per_node` tells what goes between nodes. `serve` is what this rank does for others while it waits, if
-    anything.
+    `ranks_per_node` determines the messages between nodes. `serve` is called while this rank waits, to do work for
+    others.
     """
 
     def __init__(
@@ -245,8 +251,9 @@ class Exchange:
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
-        """Send the route's fields without blocking, from an owner of the source; other ranks of a source replica
-        have nothing to say. ExchangeError where there are samples of a group that is said to be with another replica.
+        """Sends the route's fields without blocking. It has no effect on ranks that own no source replica.
+
+        Raises ExchangeError if a sample's group is held by another replica according to `holders`.
         """
         owners = route.source.owners()
         if self.rank not in owners:
@@ -257,7 +264,7 @@ class Exchange:
         if not bool(is_held[group_ids].all()):
             raise ExchangeError(
                 f"rank {self.rank} has samples of groups {group_ids[~is_held[group_ids]].unique().tolist()[:8]} of "
-                f"{route.name} (the first 8), which are said to be with other ranks: a bug of rltrain, to be reported"
+                f"{route.name} (the first 8), but other ranks should have them. Please report this bug of rltrain"
             )
         replica_of = route.replica_of(shipment.group_tokens)
         sent = Sent(route, shipment.without_samples())
@@ -273,13 +280,13 @@ class Exchange:
         self.outbox[route.position] = sent
 
     def wait(self, route: Route) -> Shipment:
-        """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
+        """Waits for all data of this rank's replica and returns it sorted by group id."""
         dp = route.destination.coordinates(self.rank).dp
-        arrived = self._receive(route, self._taken(route, dp, [route.teller(dp)]))
+        arrived = self._receive(route, self._intake_from(route, dp, [route.teller(dp)]))
         of_self = [self.to_self.pop(route.position)] if route.position in self.to_self else []
         told = together([*arrived.values(), *of_self])
         replica_of = route.replica_of(told.group_tokens)
-        taken = self._taken(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
+        taken = self._intake_from(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
         arrived |= self._receive(route, taken, already=arrived.keys())
         if taken.followers:
             from_afar = together([arrived.pop((rank, OWN)) for rank in taken.from_afar])
@@ -288,30 +295,31 @@ class Exchange:
         return replace(joined([*arrived.values(), *of_self]), holders=replica_of)
 
     def posted(self, position: int) -> Shipment:
-        """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
+        """Returns a copy of the shipment posted at `position`, with its travelling fields. Only valid until it is
+        retired."""
         sent = self.outbox[position]
         return joined([sent.of_groups, *(decode(*message, sent.route.fields) for message in sent.messages)])
 
     def retire(self, transfers: Sequence[int]) -> None:
-        """Wait until the sends of these positions have been received, and free their buffers."""
+        """Waits until the messages posted at these positions have been received. Then frees their buffers."""
         for position in transfers:
             if position in self.outbox:
                 self._await(self.outbox[position].deliveries, f"delivery of {self.outbox[position].route.name}")
                 del self.outbox[position]
 
     def finish(self) -> None:
-        """Wait until neighbours have received what this rank passed on to them."""
+        """Waits until neighbours have received all messages relayed by this rank."""
         while self.relayed:
             self._await(self.relayed[0].deliveries, f"delivery of {self.relayed[0].route.name}")
             del self.relayed[0]
 
-    def _taken(self, route: Route, dp: int, owners: Sequence[int]) -> Intake:
-        """How what `owners` send to replica `dp` comes to this rank."""
+    def _intake_from(self, route: Route, dp: int, owners: Sequence[int]) -> Intake:
+        """Returns this rank's intake of data from `owners` to replica `dp`."""
         return intake(self.rank, owners, route.destination.replica(dp), self.ranks_per_node)
 
     def _relay(self, route: Route, shipment: Shipment, followers: Sequence[int]) -> None:
-        """Pass on what came from other nodes. What was passed on by earlier waits has been received by then, or soon
-        is: those come before this one on every rank."""
+        """Relays data from other nodes. Waits until earlier relayed messages are received, which cannot block for long:
+        every rank makes those waits before this one."""
         sent = Sent(route, shipment.without_samples())
         self._send(sent, RELAYED, shipment, followers)
         self.finish()
@@ -336,27 +344,29 @@ class Exchange:
 
 
 def senders(route: Route, holders: Tensor, is_due: Tensor, teller: int) -> list[int]:
-    """The owners, the teller among them, that have something for a replica, which some groups are due. Raises
-    ExchangeError where a group is said to be with nobody."""
+    """Returns the owners with data for a replica, including `teller`. `is_due` marks the replica's groups.
+
+    Raises ExchangeError if a group's holder is not a replica of the source.
+    """
     owners, found = route.source.owners(), holders[is_due].unique().tolist()
     if found and not (found[0] >= 0 and found[-1] < len(owners)):
         raise ExchangeError(
-            f"groups of {route.name} are said to be with replicas {found[:8]} (the first 8) of {len(owners)}: this was "
-            "damaged on the way, or ranks run other versions of rltrain"
+            f"groups of {route.name} name the source replicas {found[:8]} (the first 8), but there are {len(owners)}: "
+            "the data was damaged in transit, or ranks run different versions of rltrain"
         )
     return sorted({teller, *(owners[holder] for holder in found)})
 
 
-# Experience that crosses a checkpoint: shipments as the tensors of a file, and who sends them on.
+# Experience in checkpoints: shipments as tensors of a file, and their new senders.
 
 Key = tuple[str, str, int, int]
-"""Source role, transfer, step and chunk."""
+"""(source role, transfer, step, chunk)."""
 
 GROUP_TOKENS = "group_tokens"
 
 
 def as_tensors(shipments: Mapping[Key, Shipment]) -> dict[str, Tensor]:
-    """Every field under "source/transfer/step/chunk/field"."""
+    """Returns every field under the name "source/transfer/step/chunk/field"."""
     return {
         "/".join([*map(str, key), name]): values
         for key, shipment in shipments.items()
@@ -365,7 +375,7 @@ def as_tensors(shipments: Mapping[Key, Shipment]) -> dict[str, Tensor]:
 
 
 def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment]]:
-    """What each of the ranks that saved had of every shipment, in the ranks' order."""
+    """Returns the parts of every shipment, one for each saving rank, in the order of the ranks."""
     parts: dict[Key, list[Shipment]] = {}
     for tensors in saved:
         columns: dict[Key, dict[str, Tensor]] = {}
@@ -374,13 +384,14 @@ def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment
             columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
         for key, of_shipment in columns.items():
             group_tokens = of_shipment.pop(GROUP_TOKENS)
-            of_nobody = torch.zeros_like(group_tokens)  # until they are shared out
-            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, of_nobody))
+            unassigned = torch.zeros_like(group_tokens)  # until `share` assigns them
+            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens, unassigned))
     return parts
 
 
 def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipment:
-    """What replica `replica` sends on: part i is that of replica i mod num_replicas. It may hold no samples."""
+    """Returns the shipment to be sent by `replica`. Part i belongs to replica i mod num_replicas. It may have no
+    samples."""
     holders = torch.zeros_like(parts[0].group_tokens)
     for number, part in enumerate(parts):
         holders[part.experience.group_ids] = number % num_replicas

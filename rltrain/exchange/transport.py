@@ -1,8 +1,8 @@
-"""Messages between any two ranks, over TCP connections that are made with the first one: host memory, no process group.
+"""Point-to-point messages between ranks over TCP, from and to host memory, without process groups.
 
-A rank connects to those alone that it has something for, or waits for. So nothing is there of a pair of ranks that have
-nothing to tell each other, of which a job of N ranks has almost N² / 2, and who sends need not wait until the receiver
-is there. A thread of its own carries everything: what arrives before it is asked for stays in memory here.
+A rank connects to a peer with the first message to it, or the first wait for it. Pairs of ranks without messages need
+no connection; a job of N ranks has almost N² / 2 such pairs. A sender need not wait until the receiver is ready. One
+thread carries all messages. Messages that arrive early stay in memory until they are requested.
 """
 
 import hmac
@@ -27,29 +27,29 @@ from torch import Tensor
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 
-# The two ends of a connection between two ranks: messages go one way, their receipts the other. Nothing here blocks.
+# The two ends of a connection. Messages go one way, receipts the other. Nothing here blocks.
 #
-# A connection begins with the token of the one that was called and the rank of the one that calls. A message is its
-# tag, its length and a checksum of both, and its bytes; its receipt is its tag.
+# The caller first sends the token of the called rank and its own rank. A message is its tag, its length, a checksum of
+# both, and its bytes. A receipt is the tag.
 
 HELLO = struct.Struct("<32sQ")
 HEADER = struct.Struct("<QQI")
 RECEIPT = struct.Struct("<Q")
 READ_BYTES = 2**22
-"""Of one connection before the others have their turn."""
+"""Bytes read from one connection before the others get their turn."""
 MOST_BYTES = 2**38
-"""Of a message."""
+"""Largest message in bytes."""
 
 Bytes = np.ndarray
-"""[bytes] uint8."""
+"""uint8, shape [bytes]."""
 
 
 class LinkLost(ConnectionError):  # noqa: N818 - names what happened
-    """The other side has closed the connection, or does not keep to the form."""
+    """Raised if the peer closed the connection or sent malformed data."""
 
 
 class Caller:
-    """The end that has called `peer`: it sends messages, and hears which have been received."""
+    """The calling end of a connection to `peer`. It sends messages and reads receipts."""
 
     def __init__(self, peer: int, address: tuple[str, int], token: str, rank: int) -> None:
         self.peer = peer
@@ -65,12 +65,12 @@ class Caller:
         return bool(self._unsent)
 
     def put(self, tag: int, parts: Sequence[memoryview]) -> None:
-        """A message to be sent by `write`."""
+        """Queues a message to be sent by `write`."""
         counts = struct.pack("<QQ", tag, sum(len(part) for part in parts))
         self._unsent += [memoryview(counts + struct.pack("<I", crc32(counts))), *(part for part in parts if len(part))]
 
     def write(self) -> None:
-        """As far as the peer takes it. Raises LinkLost, also where nobody has answered the call."""
+        """Sends as much as the peer accepts. Raises LinkLost if the connection is lost or was never accepted."""
         try:
             while self._unsent:
                 count = self.socket.sendmsg(islice(self._unsent, 8))
@@ -85,7 +85,7 @@ class Caller:
             raise LinkLost(str(error)) from error
 
     def read(self) -> list[int]:
-        """The tags of messages that the peer has received. Raises LinkLost."""
+        """Returns the tags of the messages received by the peer. Raises LinkLost."""
         self._heard += _received(self.socket)
         whole = len(self._heard) // RECEIPT.size * RECEIPT.size
         tags = [tag for (tag,) in RECEIPT.iter_unpack(bytes(self._heard[:whole]))]
@@ -94,7 +94,7 @@ class Caller:
 
 
 class Called:
-    """The end that was called, by `peer` once that has said who it is."""
+    """The called end of a connection. `peer` is None until the caller has sent its rank."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
         self.peer: int | None = None
@@ -114,7 +114,7 @@ class Called:
         return bool(self._receipts)
 
     def read(self) -> list[tuple[int, Bytes]]:
-        """(tag, bytes) of messages that are there as a whole. Raises LinkLost, once these have been given."""
+        """Returns (tag, bytes) of the complete messages. Raises LinkLost, but only after it has returned these."""
         try:
             self._fill()
         except LinkLost:
@@ -133,17 +133,17 @@ class Called:
             except OSError as error:
                 raise LinkLost(str(error)) from error
             if not count:
-                raise LinkLost("it was closed")
+                raise LinkLost("the connection was closed")
             self._filled, left = self._filled + count, left - count
             while self._filled == len(self._buffer):
                 self._filling()
 
     def confirm(self, tag: int) -> None:
-        """A receipt to be sent by `write`."""
+        """Queues a receipt to be sent by `write`."""
         self._receipts += RECEIPT.pack(tag)
 
     def write(self) -> None:
-        """As far as the peer takes it. Raises LinkLost."""
+        """Sends as much as the peer accepts. Raises LinkLost."""
         try:
             while self._receipts:
                 del self._receipts[: self.socket.send(self._receipts)]
@@ -158,16 +158,16 @@ class Called:
     def _know_peer(self) -> None:
         token, rank = HELLO.unpack(self._buffer.data)
         if not hmac.compare_digest(token, self._token):
-            raise LinkLost("who called does not know the token")
+            raise LinkLost("the caller sent a wrong token")
         self.peer = rank
         self._await(HEADER.size, self._take_header)
 
     def _take_header(self) -> None:
         self._tag, num_bytes, checksum = HEADER.unpack(self._buffer.data)
         if crc32(self._buffer[:-4].tobytes()) != checksum:
-            raise LinkLost("the header of a message does not fit its checksum")
+            raise LinkLost("the header of a message does not match its checksum")
         if num_bytes > MOST_BYTES:
-            raise LinkLost(f"a message of {num_bytes} bytes")
+            raise LinkLost(f"a message has {num_bytes} bytes; expected at most {MOST_BYTES}")
         self._await(num_bytes, self._take_message)
 
     def _take_message(self) -> None:
@@ -176,7 +176,7 @@ class Called:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """What is there. Raises LinkLost."""
+    """Returns the available bytes. Raises LinkLost."""
     try:
         found = connection.recv(2**16)
     except BlockingIOError:
@@ -184,18 +184,18 @@ def _received(connection: socket.socket) -> bytes:
     except OSError as error:
         raise LinkLost(str(error)) from error
     if not found:
-        raise LinkLost("it was closed")
+        raise LinkLost("the connection was closed")
     return found
 
 
 LOOK_UP_S, LONGEST_LOOK_UP_S = 0.01, 1.0
-"""Between two looks for the addresses of ranks that have not come yet: twice as long after each."""
+"""Seconds between two lookups of addresses of ranks not ready yet. The pause doubles each time, up to the longest."""
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 @dataclass(eq=False)
 class InTransit:
-    """A message on its way to or from `peer`; `message` [bytes] uint8 is one that has come."""
+    """A message on its way to or from `peer`. `message` [bytes] uint8 is set when a message has arrived."""
 
     peer: int
     tag: int
@@ -204,10 +204,11 @@ class InTransit:
 
 
 class Transport:
-    """This rank's end. Calls come from one thread at a time.
+    """This rank's end of all connections. Calls must come from one thread at a time.
 
-    `address` is where this rank listens, on a port that the system chooses, for those that know its token; both are in
-    `store`, where others look for them, from this one's thread by `background`, another connection to the same store.
+    The rank listens at `address`, on a port chosen by the system. Callers must know its token. Address, port and token
+    are published in `store`. The background thread looks up peers through `background`, a second connection to the same
+    store.
     """
 
     def __init__(self, rank: int, address: str, store: dist.Store, background: dist.Store) -> None:
@@ -226,10 +227,10 @@ class Transport:
         self._expected: dict[tuple[int, int], InTransit] = {}
         self._lost: dict[int, str] = {}
         self._wanted: deque[tuple[InTransit, Sequence[memoryview] | None]] = deque()
-        """What this rank's own thread asks for: a message to be sent, or (None) a connection to who is waited for."""
+        """Requests to the background thread: a message to send, or None to only connect to an awaited peer."""
         self._callers: dict[int, Caller] = {}
         self._unknown: dict[int, list[tuple[InTransit, Sequence[memoryview] | None]]] = {}
-        """What waits for the addresses of its peers."""
+        """Requests waiting for the addresses of their peers."""
         self._unreceived: dict[tuple[int, int], InTransit] = {}
         self._look_up_at, self._look_up_s = 0.0, LOOK_UP_S
         self._is_closed = False
@@ -239,9 +240,10 @@ class Transport:
         self._thread.start()
 
     def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> InTransit:
-        """A message of these tensors' bytes, which stay as they are until it is done: received by the other side.
+        """Sends the bytes of these tensors without waiting. Do not change the tensors until the other side has received
+        them.
 
-        `tag` is its own among all that ever go from this rank to `peer`. Does not wait.
+        `tag` must be unique among all messages ever sent from this rank to `peer`.
         """
         delivery = InTransit(peer, tag)
         views = [part.numpy().data.cast("B") for part in parts if part.numel()]
@@ -249,7 +251,7 @@ class Transport:
         return delivery
 
     def receive(self, peer: int, tag: int) -> InTransit:
-        """The message of that tag, which is done once it has come. Does not wait."""
+        """Requests the message with this tag without waiting. The result is done once the message has arrived."""
         delivery = InTransit(peer, tag)
         with self._changed:
             if (found := self._arrived.pop((peer, tag), None)) is not None:
@@ -260,7 +262,7 @@ class Transport:
         return delivery
 
     def wait(self, deliveries: Iterable[InTransit], seconds: float) -> bool:
-        """Whether all are done, within so many seconds. Raises ConnectionError where the other side of one has gone."""
+        """Waits up to `seconds` and returns whether all are done. Raises ConnectionError if a peer has disconnected."""
         pending = list(deliveries)
 
         def are_done() -> bool:
@@ -274,11 +276,11 @@ class Transport:
             return self._changed.wait_for(are_done, seconds)
 
     def close(self) -> None:
-        """End all connections. What was sent must have been received, and what is awaited have come."""
+        """Closes all connections. Everything sent must have been received, and everything awaited must have arrived."""
         self._is_closed = True
         self._wake.send(b"\0")
         self._thread.join()
-        for end in (self._wake, self._wakes):  # not before: the thread may have ended before it was woken
+        for end in (self._wake, self._wakes):  # closed here, since the thread may end before the wake-up is sent
             end.close()
 
     def _ask(self, delivery: InTransit, message: Sequence[memoryview] | None) -> None:
@@ -312,7 +314,7 @@ class Transport:
             self._serve(caller, WRITE)
 
     def _look_up(self) -> None:
-        """Call those whose address is known by now."""
+        """Connects to the peers with a known address."""
         if not self._unknown or time.monotonic() < self._look_up_at:
             return
         for peer in [peer for peer in self._unknown if self._store.check([str(peer)])]:
@@ -327,13 +329,13 @@ class Transport:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # who called has gone again
+        except OSError:  # the caller has disconnected again
             return
         called = Called(connection, self._token)
         self._selector.register(connection, READ, called)
 
     def _serve(self, link: Caller | Called, events: int) -> None:
-        if link.socket.fileno() < 0:  # it was lost in this round
+        if link.socket.fileno() < 0:  # lost earlier in this round
             return
         try:
             if isinstance(link, Called) and events & READ:
@@ -347,7 +349,7 @@ class Transport:
 
     def _take(self, link: Called) -> None:
         for tag, message in link.read():
-            assert link.peer is not None, "who has not said who it is has sent nothing"
+            assert link.peer is not None, "only an identified peer can have sent messages"
             link.confirm(tag)
             with self._changed:
                 delivery = self._expected.pop((link.peer, tag), None)
@@ -366,7 +368,8 @@ class Transport:
             self._changed.notify_all()
 
     def _lose(self, link: Caller | Called, reason: str) -> None:
-        """The other side has ended, or what calls is no rank of this job, of which nobody need know."""
+        """Drops a lost connection. Callers that never identified themselves are not reported, because they are no
+        ranks of this job."""
         self._selector.unregister(link.socket)
         link.socket.close()
         if link.peer is not None:

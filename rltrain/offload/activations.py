@@ -1,4 +1,5 @@
-"""What layers keep for backward, on the host from a layer's forward until just before its backward."""
+"""Activation offload. Tensors saved for backward wait on the host from a layer's forward until shortly before its
+backward."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -11,41 +12,41 @@ from torch import Tensor
 from rltrain.offload.device_memory import DeviceMemory, device_memory
 
 LEAST_BYTES = 1 << 20
-"""Of a tensor that is worth a copy of its own."""
+"""Smallest size in bytes of an offloaded tensor."""
 AHEAD = 2
-"""Layers whose tensors the device still has while others are computed: their copies have as long to finish."""
+"""Number of latest layers with tensors still on the device during forward. This is also the time for their copies."""
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
 
 
 class Kept:
-    """One tensor of a layer: on the host, and on the device while it is on its way or asked for."""
+    """One saved tensor of a layer. It is on the host, and on the device while it is copied or needed."""
 
     def __init__(self, tensor: Tensor, layer: "LayerTensors") -> None:
         self.layer = layer
         self.on_device: Tensor | None = tensor.detach()
         self.uses = 0
-        """Times that backward will ask for it."""
+        """Number of remaining requests by backward."""
         self._device = tensor.device
         self._host: Tensor | None = None
 
     def save(self, memory: DeviceMemory) -> None:
-        """Begin to copy it to the host."""
+        """Starts its copy to the host."""
         assert self.on_device is not None
         self._host = torch.empty_like(self.on_device, device="cpu", pin_memory=memory.pins)
         with memory.copies():
             self._host.copy_(self.on_device, non_blocking=True)
 
     def fetch(self, memory: DeviceMemory) -> None:
-        """Begin to bring it back, into memory of the stream that computes."""
+        """Starts its copy back, into memory of the computing stream."""
         if self.on_device is None:
             assert self._host is not None
             self.on_device = memory_like(self._host, self._device)
-            with memory.copies():  # behind what was asked for before: the memory may have been another tensor's
+            with memory.copies():  # after earlier work, which may still use this memory
                 self.on_device.copy_(self._host, non_blocking=True)
 
     def take(self) -> Tensor:
-        """It, on the device, which has it no longer than those that ask for it once it has its uses behind it."""
+        """Returns the tensor on the device. The reference here is dropped with the last expected use."""
         found = self.on_device
         assert found is not None
         self.uses -= 1
@@ -55,15 +56,15 @@ class Kept:
 
 
 class LayerTensors:
-    """Those of one layer in one forward pass. They live as long as autograd may ask for them.
+    """The saved tensors of one layer in one forward pass. They live as long as autograd may request them.
 
-    `stays`: they are not copied; only that backward comes to them is of interest.
+    With `stays` they are not copied. The object then only notices that backward has reached the layer.
     """
 
     def __init__(self, before: "LayerTensors | None", memory: DeviceMemory, *, stays: bool) -> None:
         self._before, self._memory, self._stays = before, memory, stays
         self._on_device: dict[Key, Kept] = {}
-        """Until they leave: the same tensor may be kept by several operations."""
+        """Tensors before they leave. Several operations may save the same tensor."""
         self._all: list[weakref.ref[Kept]] = []
         self._arrive: Callable[[], None] | None = (lambda: None) if stays else None
 
@@ -79,7 +80,8 @@ class LayerTensors:
         return kept
 
     def leave(self) -> None:
-        """The device's later work comes after the copies to the host, and may have the memory."""
+        """Frees the tensors on the device after their copies to the host. Later work of the device may use the
+        memory."""
         if self._on_device and not self._stays:
             self._memory.mark()()
             for kept in self._on_device.values():
@@ -87,7 +89,7 @@ class LayerTensors:
         self._on_device = {}
 
     def fetch(self) -> None:
-        """Begin to bring all back, unless that has begun."""
+        """Starts to copy all tensors back, once."""
         if self._arrive is None:
             for one in self._all:
                 if kept := one():
@@ -95,28 +97,28 @@ class LayerTensors:
             self._arrive = self._memory.mark()
 
     def give(self, kept: Kept) -> Tensor:
-        """One of them, for backward, which comes to the layer before next."""
+        """Returns one of the tensors for backward. Also starts to copy back the tensors of the layer before."""
         self.fetch()
         assert self._arrive is not None
         self._arrive()
         if self._before is not None:
             self._before.fetch()
-        if kept.on_device is None:  # asked for once more, as by a second backward
+        if kept.on_device is None:  # requested once more, for example by a second backward
             kept.fetch(self._memory)
             self._memory.mark()()
         return kept.take()
 
 
 def memory_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a device, contents undefined."""
+    """Returns an uninitialized tensor of this shape and dtype on a device."""
     return torch.empty_like(tensor, device=device, pin_memory=False)
 
 
 class ActivationOffload:
-    """Of a block of layers that are computed one after the other, each once in a forward pass.
+    """Offloads the activations of a block of layers computed in sequence, each once per forward pass.
 
-    Copies run beside the computation: to the host while the next layers are computed, back while the backward of the
-    layer behind is. The last layer's stay, as backward begins there. Parameters, and tensors of less than
+    Copies overlap the computation. Those to the host overlap the next layers. Those back overlap the backward of the
+    layer above. The last layer's activations stay, because backward begins there. Parameters, and tensors of less than
     `least_bytes`, are left to autograd.
     """
 
@@ -133,10 +135,11 @@ class ActivationOffload:
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._of_parameters: set[int] = set()
         self._layers: list[LayerTensors] | None = None
-        """Of the forward pass that goes on."""
+        """Layers of the running forward pass."""
 
     def attach(self, block: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        """From now on `block` computes so with gradients; `layers` are called within it."""
+        """Offloads the activations of `block` in every forward pass with gradients. `layers` must be called within
+        it."""
         forward = block.forward
 
         @wraps(forward)
@@ -158,7 +161,7 @@ class ActivationOffload:
             layer.register_forward_pre_hook(lambda *_: self._begin_layer())
 
     def _begin_layer(self) -> None:
-        if self._layers is None:  # a layer that backward computes anew
+        if self._layers is None:  # a layer recomputed by backward
             return
         before = self._layers[-1] if self._layers else None
         is_last = len(self._layers) + 1 == self._num_layers

@@ -1,4 +1,4 @@
-"""Copies between device and host on a stream of their own; puts a model on its role's device."""
+"""Copies between device and host on a separate stream. Also moves models to the device of their role."""
 
 import resource
 from collections import deque
@@ -10,64 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The device's side of moving memory: copies on a stream of their own, and what its allocator holds.
+# Memory of a device: asynchronous copies, and the state of its allocator.
 
 SPARE_BYTES = 2**30
-"""What a prefetch leaves free for whatever the estimate of the present task does not know."""
+"""Bytes that a prefetch leaves free, as a margin for errors in the estimated need of the present task."""
 
 
 class DeviceMemory:
-    """A device whose copies are finished when they return, and from which nothing is fetched ahead: the CPU.
+    """Memory of a CPU. Copies finish before they return, and nothing is prefetched.
 
-    Base of CudaMemory, whose methods do what these say with streams and an allocator.
+    It is also the base of CudaMemory, which implements the methods with streams and an allocator.
     """
 
     pins = False
-    """Whether host memory is pinned that copies go to and come from."""
+    """Whether the host memory of copies is pinned."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and not isinstance(self, CudaMemory):
-            raise ValueError(
-                "copies on CUDA have to be waited for: make the memory of a device by device_memory(device)"
-            )
+            raise ValueError("CUDA needs asynchronous copies: create the memory of a device with device_memory(device)")
         self.device = device
 
     def copies(self) -> AbstractContextManager[None]:
-        """Copies made inside run beside the device's other work; they see all that was asked for before."""
+        """Returns a context for asynchronous copies. They see all work requested before and overlap later work of the
+        device."""
         return nullcontext()
 
     def mark(self) -> Callable[[], None]:
-        """What has the device's later work come after the copies so far."""
+        """Returns a function that makes later work of the device wait for the copies so far."""
         return lambda: None
 
     def finish_copies(self) -> None:
-        """Wait until all copies so far are done, so that their memory can be freed or used."""
+        """Waits for all copies so far. Their memory can then be freed or used."""
 
     def spare_bytes(self, task: str) -> int:
-        """Bytes that can be taken now such that a task of this name still gets what others of its name needed."""
+        """Returns the bytes available for a prefetch, leaving enough for the need of earlier tasks named `task`."""
         return 0
 
     def begin_task(self, task: str) -> None:
-        """What is allocated from here on, until the next call, is the need of tasks of this name."""
+        """Starts to measure the need of a task. All allocations until the next call count for the task's name."""
 
     def release_residue(self) -> None:
-        """Give what the allocator caches back to the device."""
+        """Returns the allocator's cached memory to the device."""
 
     def residue_bytes(self, resident_bytes: int) -> int:
-        """Bytes held on the device beyond `resident_bytes`, which lie in tensors that are known."""
+        """Returns the bytes held on the device beyond `resident_bytes`, the bytes of known tensors."""
         return 0
 
     def take_peak_bytes(self) -> int:
-        """The most that was allocated since the last call; on a CPU by the whole process since its start."""
+        """Returns the peak of allocated bytes since the last call. On a CPU it is the peak of the whole process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def reserved_bytes(self) -> int:
-        """What the allocator holds of the device; on a CPU the process's resident set."""
+        """Returns the bytes held by the allocator. On a CPU it is the resident set of the process."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class CudaMemory(DeviceMemory):
-    """Copies on a side stream; the caching allocator of torch."""
+    """Memory of a GPU, with copies on a side stream and torch's caching allocator."""
 
     pins = True
 
@@ -94,7 +93,7 @@ class CudaMemory(DeviceMemory):
     def spare_bytes(self, task: str) -> int:
         self._note_need()
         if task not in self._needs:
-            return 0  # its first time
+            return 0  # the first such task, with an unknown need
         free, _ = torch.cuda.mem_get_info(self.device)
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return max(free + cached - self._needs[task] - SPARE_BYTES, 0)
@@ -132,28 +131,28 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def copy_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy every (destination, source), without waiting where one of them is pinned and the other on a device."""
+    """Copies every (destination, source). Does not wait for copies between pinned memory and a device."""
     for destination, source in pairs:
         destination.copy_(source, non_blocking=True)
 
 
-# A role's model on the role's device, wherever a library made its tensors.
+# Placement of a role's model on its device.
 #
-# megatron-core makes the weights of routers and of shared experts' gates on the CPU, transformers the frequencies of
-# rotary embeddings. Code that builds models moves them once, before anything refers to their memory.
+# megatron-core makes the weights of routers and of gates for shared experts on the CPU. transformers does so with the
+# frequencies of rotary embeddings. Code that builds models moves them once, before anything refers to their memory.
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
-"""Attributes of torch's modules whose entries have names of their own."""
+"""Attributes of torch modules with registered tensors and submodules."""
 OWN_PACKAGES = ("rltrain", "megatron")
-"""Objects of their classes are searched for tensors. In other packages' modules only registered tensors and plain
-attributes count."""
+"""Packages whose objects are searched for tensors. Modules of other packages are searched only in registered tensors
+and plain attributes."""
 
 
 def move_to_device(module: torch.nn.Module, device: torch.device) -> None:
-    """Moves parameters, buffers and tensors that are plain attributes of modules. Parameters stay the same objects.
+    """Moves parameters, buffers and tensors in plain attributes of modules. Parameters stay the same objects.
 
-    Parameters without memory, on torch's meta device, stay without. To be called before data parallelism or an
-    optimizer takes the parameters over.
+    Parameters on torch's meta device stay there. Call this before data parallelism or an optimizer takes the
+    parameters.
     """
 
     def moved(tensor: Tensor) -> Tensor:
@@ -169,10 +168,9 @@ def move_to_device(module: torch.nn.Module, device: torch.device) -> None:
 def check_device(
     holder: object, device: torch.device, *, parameters: torch.device | None = None, on_host: Collection[str] = ()
 ) -> None:
-    """Raises RuntimeError where a tensor that `holder` reaches is not on `device`, the device of its role.
+    """Raises RuntimeError if a tensor reachable from `holder` is not on `device`, the device of its role.
 
-    `parameters` is where the model's parameters belong, if that is another device. Attributes named in `on_host` may
-    be anywhere.
+    `parameters` is the device of the model's parameters, if it differs. Attributes named in `on_host` may be anywhere.
     """
     misplaced = [
         (name, tensor)
@@ -183,22 +181,22 @@ def check_device(
     if misplaced:
         name, tensor = misplaced[0]
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-        others = f" So are {len(misplaced) - 1} more." if len(misplaced) > 1 else ""
+        others = f" {len(misplaced) - 1} more tensors are misplaced." if len(misplaced) > 1 else ""
         raise RuntimeError(
-            f"{kind} {name} of a model is on {tensor.device}, and the device of its role is {device}.{others} "
-            "This is a fault in rltrain: please report it with the model's config.json"
+            f"{kind} {name} of a model is on {tensor.device}, but the device of its role is {device}.{others} "
+            "This is a bug of rltrain: please report it with the model's config.json"
         )
 
 
 def is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Whether `tensor` is on `device`; a device without a number means any of its kind."""
+    """Returns whether `tensor` is on `device`. A device without an index matches all of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def named_tensors(holder: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor that `holder` reaches once, with the attributes that lead to it.
+    """Yields every tensor reachable from `holder` once, with its path of attributes.
 
-    Searches modules, containers and objects of OWN_PACKAGES in breadth, so names are the shortest.
+    Searches modules, containers and objects of OWN_PACKAGES breadth-first, so paths are the shortest.
     """
     waiting, seen = deque([("", holder)]), {id(holder)}
     while waiting:

@@ -1,4 +1,4 @@
-"""Parts of a role's memory that leave the device and come back: storages, host parts, other processes' memory."""
+"""Movable parts of a role's memory: device storages, parts on the host, and memory of other processes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -11,38 +11,37 @@ from rltrain.errors import ConfigError
 from rltrain.offload.device_memory import copy_bytes
 from rltrain.offload.host_memory import HostRegion, aligned
 
-# How the memory of storages on the device is given up and taken again.
+# Ways to free and reallocate the memory of device storages.
 
 SizedStorages = list[tuple[UntypedStorage, int]]
-"""Storages and the bytes that each has when it is on the device."""
+"""Storages, each with its bytes while it is on the device."""
 
 
 class ResizedStorages:
-    """Storages that are made empty and large again; addresses change."""
+    """Frees and reallocates storages by resizing them. Addresses change."""
 
     keeps_addresses = False
-    """Whether memory that is taken again lies where it did; the first time it may not."""
+    """Whether reallocated memory has the same address as before. The first move may still change it."""
 
     def free(self, storages: SizedStorages) -> None:
-        """Give up the memory, contents lost."""
+        """Frees the memory. The contents are lost."""
         for storage, _ in storages:
             storage.resize_(0)
 
     def allocate(self, storages: SizedStorages) -> None:
-        """Take as much again, contents undefined."""
+        """Allocates the memory again with undefined contents."""
         for storage, size in storages:
             storage.resize_(size)
 
     def allocated_bytes(self, storages: SizedStorages) -> int:
-        """Bytes of memory behind them now."""
+        """Returns the bytes of memory allocated to the storages now."""
         return sum(storage.nbytes() for storage, _ in storages)
 
 
 class PausedRegion:
-    """Keeps storages in a region of torch_memory_saver, whose pages go and come under unchanged addresses.
+    """Keeps storages in a region of torch_memory_saver. Its pages are unmapped and mapped again at unchanged addresses.
 
-    A storage comes to the region when its memory is taken for the first time after it was given up. All storages of a
-    part are freed and allocated together.
+    A storage enters the region with its first reallocation. All storages of a part are freed and allocated together.
     """
 
     keeps_addresses = True
@@ -75,7 +74,7 @@ class PausedRegion:
 
 
 def memory_saver() -> Any:
-    """torch_memory_saver in its hook mode for torch's allocator; ConfigError where it is not installed."""
+    """Returns torch_memory_saver in hook mode for torch's allocator. Raises ConfigError if it is not installed."""
     try:
         saver = import_module("torch_memory_saver").torch_memory_saver
     except ImportError as error:
@@ -91,17 +90,17 @@ def _nothing() -> None:
     pass
 
 
-# A part of a role's memory, such as its weights, that leaves the device and comes back in place.
+# A part of a role's memory that leaves the device and returns in place, such as the role's weights.
 
 
 class MemoryPart:
-    """The storages behind some tensors, moved whole and freed in place: views and flat buffers stay valid.
+    """The storages of some tensors, moved together and freed in place. Views and flat buffers stay valid.
 
-    `tensors` lists them anew at every departure, since an optimizer makes its states in its first step. `forget` gives
-    up what belongs to the part and is made again by whoever needs it; called before the part is dropped.
+    `tensors` is called at every departure, because an optimizer makes its states in its first step. `forget` is called
+    before the part is dropped. It discards everything derived from the part.
 
-    On the device: save, leave; away: allocate, fill. Copies may still be under way when `save` and `fill` return, which
-    is what DeviceMemory.finish_copies is for. Not thread safe.
+    On the device call `save`, then `leave`. Away from it call `allocate`, then `fill`. Copies may still be running when
+    `save` and `fill` return; wait for them with DeviceMemory.finish_copies. Not thread-safe.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, forget: Callable[[], None] = _nothing) -> None:
@@ -110,42 +109,42 @@ class MemoryPart:
         self._region: HostRegion | None = None
         self._away: SizedStorages = []
         self.memory: ResizedStorages | PausedRegion = ResizedStorages()
-        """May be replaced while the part is on the device and has never left it."""
+        """Can be replaced while the part is on the device, before it leaves for the first time."""
         self.place: Literal["device", "host", "dropped"] = "device"
         self.host_is_current = False
-        """Whether the host has what the device has, or had when the part left."""
+        """Whether the host copy equals the device's content, or its content at the time of leaving."""
         self.times_emptied = 0
-        """How often it came back without what it held, for a task that rewrites it."""
+        """Number of returns without its content, for tasks that overwrite it."""
         self.settle: Callable[[], None] = _nothing
-        """Called before the part moves: somebody may read it from another thread until then."""
+        """Called before the part moves. It must wait for readers on other threads."""
 
     @property
     def beneath(self) -> "MemoryPart | None":
-        """The part whose storages it uses when that one is away; None where it has its own."""
+        """The part lending its storages to this one while it is away itself. None if it has separate storages."""
         return None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its storages on the device, when it is there."""
+        """Bytes of its storages when on the device."""
         return sum(size for _, size in self.storages())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of its storages on the device now."""
+        """Bytes of its storages on the device at present."""
         return self.size_bytes if self.place == "device" else 0
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that its storages hold now: 0 while it is away."""
+        """Bytes allocated to its storages at present. 0 while it is away."""
         return self.memory.allocated_bytes(self.storages())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that it keeps on the host, current or not."""
+        """Bytes kept on the host, even if they are out of date."""
         return self._region.num_bytes if self._region else 0
 
     def storages(self) -> SizedStorages:
-        """Each once, whether the part is on the device or away."""
+        """Returns its distinct storages, on the device or away."""
         if self.place != "device":
             return self._away
         distinct: dict[int, UntypedStorage] = {}
@@ -155,14 +154,14 @@ class MemoryPart:
         return [(storage, storage.nbytes()) for storage in distinct.values()]
 
     def changed(self) -> None:
-        """Somebody writes to it on the device: what the host has of it is void."""
+        """Marks the host copy as out of date. Call this whenever the part is written on the device."""
         self.host_is_current = False
 
     def save(self) -> None:
-        """Copy it to the host unless that has it already."""
+        """Copies it to the host unless the host copy is current."""
         self.settle()
         if self.place != "device":
-            raise RuntimeError(f"a part that is {self.place} has nothing on the device to copy")
+            raise RuntimeError(f"cannot save a part with place {self.place}; expected it on the device")
         if not self.host_is_current:
             storages = self.storages()
             if self._region is None and storages:
@@ -171,11 +170,13 @@ class MemoryPart:
             self.host_is_current = True
 
     def leave(self, *, drop: bool = False) -> None:
-        """Free its memory on the device; with `drop` nobody will read it again before it has been rewritten."""
+        """Frees its memory on the device. With `drop` the content is lost, and a task must overwrite it before the next
+        read."""
         self.settle()
         if self.place != "device" or not (drop or self.host_is_current):
             raise RuntimeError(
-                f"a part that is {self.place}, current on the host: {self.host_is_current}, cannot leave"
+                f"a part with place {self.place} and host_is_current {self.host_is_current} cannot leave; expected it "
+                "on the device with a current host copy, or drop"
             )
         if drop:
             self._forget()
@@ -185,30 +186,31 @@ class MemoryPart:
         self.memory.free(self._away)
 
     def allocate(self) -> None:
-        """Take its memory on the device again, contents undefined. `fill` follows."""
+        """Allocates its memory on the device with undefined contents. Call `fill` next."""
         self.settle()
         if self.place == "device":
-            raise RuntimeError("a part that is on the device has its memory")
+            raise RuntimeError("the part is already on the device")
         self.memory.allocate(self.storages())
 
     def fill(self, *, rewritten: bool = False) -> None:
-        """Bring back what it held; zeros where a task is about to rewrite all of it. After `allocate`."""
+        """Restores its content after `allocate`. With `rewritten` it is zeros, for a task that overwrites all of it."""
         if self.place == "dropped" and not rewritten:
-            raise RuntimeError("a part that was dropped is needed by a task that does not rewrite it")
+            raise RuntimeError("a dropped part is needed by a task that does not overwrite it")
         storages = self.storages()
         if rewritten:
             self.times_emptied += 1
-            _zero(storages)  # what no task writes, such as padding, must not be what lay there before
+            _zero(storages)  # bytes that no task writes, such as padding, must not keep old values
         else:
             self._fill(storages)
         self.place, self._away = "device", []
 
     def read(self, tensor: Tensor, first: int = 0, count: int | None = None, *, into: Tensor | None = None) -> Tensor:
-        """A copy on the host of `count` elements from `first` of `tensor`, flattened; all of them without a count.
+        """Returns a host copy of `count` elements of the flattened `tensor` from `first` on. Without `count` it copies
+        the rest.
 
-        `tensor` is contiguous and lies in one of the part's storages, which may be on the device or away. `into` is
-        written over and returned: being given new memory takes several times as long as copying. RuntimeError where
-        the part was dropped.
+        `tensor` must be contiguous and use one of the part's storages. The part may be on the device or away. `into` is
+        overwritten and returned; reusing it is several times faster than new memory. Raises RuntimeError if the part
+        was dropped.
         """
         self.require_kept()
         count = tensor.numel() - first if count is None else count
@@ -223,9 +225,9 @@ class MemoryPart:
         return copy
 
     def require_kept(self) -> None:
-        """RuntimeError where the part was dropped."""
+        """Raises RuntimeError if the part was dropped."""
         if self.place == "dropped":
-            raise RuntimeError("a part that was dropped cannot be read")
+            raise RuntimeError("a dropped part cannot be read")
 
     def _begin_on_host(self, wanted: UntypedStorage) -> int:
         begin = 0
@@ -233,13 +235,13 @@ class MemoryPart:
             if storage._cdata == wanted._cdata:
                 return begin
             begin += aligned(size)
-        raise RuntimeError("the tensor lies in none of the part's storages")
+        raise RuntimeError("the tensor uses none of the part's storages")
 
     def _fill(self, storages: SizedStorages) -> None:
         copy_bytes(self._images(storages))
 
     def _images(self, storages: SizedStorages) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes on the device, the same bytes on the host), pair by pair."""
+        """Yields pairs of (bytes on the device, the same bytes on the host)."""
         if self._region is None:
             return
         self._region.reserve(sum(aligned(size) for _, size in storages))
@@ -253,10 +255,10 @@ class MemoryPart:
 
 
 class OverlayPart(MemoryPart):
-    """Constant values on the host that take the place of another part's while that one is away.
+    """Constant host tensors. They use another part's storages on the device while the other part is away.
 
-    `host` has one tensor for each of `tensors`, which are views of the storages of `beneath`, equal in shape and dtype;
-    `is_own` is False where they lie in another process's memory.
+    `host` has one tensor for each of `tensors`, equal in shape and dtype. `tensors` are views of the storages of
+    `beneath`. `is_own` is False if the host tensors are memory of another process.
     """
 
     def __init__(
@@ -281,20 +283,20 @@ class OverlayPart(MemoryPart):
         return super().storages() if self.place == "device" else self._beneath.storages()
 
     def changed(self) -> None:
-        raise RuntimeError("an overlay is constant: no task may write to it")
+        raise RuntimeError("an overlay is constant; no task may write to it")
 
     def allocate(self) -> None:
         if self._beneath.place == "device":
-            raise RuntimeError("an overlay takes the place of a part that is away; that one is on the device")
+            raise RuntimeError("an overlay needs the storages of another part, but that part is on the device")
         super().allocate()
 
     def _fill(self, storages: SizedStorages) -> None:
-        _zero(storages)  # between the tensors may be padding
+        _zero(storages)  # there may be padding between the tensors
         copy_bytes((tensor.detach(), host) for tensor, host in self._pairs)
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
-    """The whole storage as uint8."""
+    """Returns the whole storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -303,13 +305,13 @@ def _zero(storages: SizedStorages) -> None:
         as_bytes(storage).zero_()
 
 
-# Parts of which some tensors, or all, lie on the host for good.
+# Parts with some or all tensors always on the host.
 
 
 class PartOnHost(MemoryPart):
-    """`hosted` are never on the device and never move; of `tensors`, which may have them too, the others come and go.
+    """A part with `hosted` tensors that never leave the host. The other tensors of `tensors` move as usual.
 
-    The hosted ones are read where they lie, and count as the part's memory on the host.
+    Hosted tensors are read in place and count as host memory of the part.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], hosted: Sequence[Tensor]) -> None:
@@ -332,7 +334,7 @@ class PartOnHost(MemoryPart):
 
 
 class WholePartOnHost(MemoryPart):
-    """All `tensors` are on the host for good: nothing of it is on the device, whatever its place, or ever moves."""
+    """A part with all `tensors` always on the host. Nothing is ever on the device or moves, with any `place`."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__(tuple)
@@ -352,14 +354,17 @@ def _copied(tensor: Tensor, first: int, count: int | None, into: Tensor | None) 
     return values.clone() if into is None else into.copy_(values)
 
 
-# A part of a role's memory that another process holds on this rank's device, such as the server of an engine.
+# Parts held on this rank's device by another process, such as an engine's server.
 
 
 class RemotePart(MemoryPart):
-    """`release` makes the other process free the memory, contents lost, and `resume` take it again; `restore` brings
-    the contents back from what this process keeps of them, None where it keeps nothing. `num_bytes` tells how much it
-    is, `kept_bytes` how much host memory of its own this process has for `restore`. All may be collective over the
-    ranks that share the process, which therefore host the same roles.
+    """Memory of another process.
+
+    `release` makes the process free the memory, with loss of contents. `resume` makes it allocate the memory again.
+    `restore` restores the contents from data kept by this process; it is None if nothing is kept. `num_bytes` returns
+    the size of the memory. `kept_bytes` returns the host memory used by this process for `restore`.
+
+    All callbacks may be collective over the ranks sharing the process. These ranks must host the same roles.
     """
 
     def __init__(
@@ -382,7 +387,7 @@ class RemotePart(MemoryPart):
 
     @property
     def allocated_bytes(self) -> int:
-        """Of this process: none."""
+        """Always 0, since this process allocates nothing."""
         return 0
 
     @property
@@ -393,9 +398,12 @@ class RemotePart(MemoryPart):
         return []
 
     def save(self) -> None:
-        """What `restore` needs is kept as soon as it arrives, so nothing has to be copied."""
+        """Marks the part as saved. The data for `restore` is kept on arrival, so there is nothing to copy.
+
+        Raises RuntimeError if nothing is kept.
+        """
         if self._restore is None:
-            raise RuntimeError("a part of another process of which nothing is kept can only be dropped")
+            raise RuntimeError("a part of another process can only be dropped if nothing of it is kept")
         super().save()
 
     def leave(self, *, drop: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Decides which roles' parts and communicators this rank holds now, and moves them."""
+"""Moves the memory parts and communicators of a rank's roles on and off its device."""
 
 import time
 from collections import defaultdict
@@ -18,26 +18,26 @@ from rltrain.schedule.order import Entry, Order
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import needs_of
 
-# When the communicators of roles that share a rank are released and made again, the same on all of their members.
+# The plan for releasing communicators of roles that share a rank. It is the same on all their members.
 
 
 @dataclass
 class _Use:
-    """A task that may use a list, and the generation that the list has there."""
+    """A task that may use a rank list, and the generation of the list's communicator there."""
 
     position: int
     generation: int
 
 
 class CommunicatorPlan:
-    """The generation that each of a rank's communicators has at each of its uses. Derived from the order.
+    """The generation of each of a rank's communicators at each use, derived from the order.
 
-    Between two uses a communicator is released if meanwhile every member has its device for roles that do not use it:
-    then all of them leave the old generation, each when it comes to that, and make the new one at the next use, which
-    is a task that all of them join. A generation is named by the position of its first use. Communicators of roles in
-    `kept`, which stay on the device or never were there, are always open.
+    A communicator is released between two uses if every member's device meanwhile serves roles that do not use it. Each
+    member then leaves the old generation by itself. All of them make the new one together at the next use, a task of
+    all members. The position of a generation's first use is its name. Communicators of the roles in `kept` are always
+    open, because these roles stay on the device or never use it.
 
-    To be asked for ascending positions.
+    Positions must be requested in ascending order.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class CommunicatorPlan:
         self._next = {ranks: self._use_after(ranks, last) for ranks, last in self._last.items()}
 
     def to_open(self, position: int) -> dict[RankList, int]:
-        """List -> generation, of those that the task at `position` may use."""
-        self._come_to(position + 1)
+        """Returns the generation of each list that the task at `position` may use."""
+        self._advance_to(position + 1)
         return {ranks: use.generation for ranks, use in self._last.items() if use.position == position}
 
     def to_close(self, position: int) -> list[RankList]:
-        """Those whose generation is over, and whose users have no part in the task at `position`."""
-        self._come_to(position)
+        """Returns the lists with a finished generation and without users in the task at `position`."""
+        self._advance_to(position)
         return [ranks for ranks in self.lists if self._is_over(ranks, position)]
 
-    def _come_to(self, position: int) -> None:
-        """Uses before `position` are past."""
+    def _advance_to(self, position: int) -> None:
+        """Advances past all uses before `position`."""
         for ranks in self.lists:
             while (use := self._next[ranks]) is not None and use.position < position:
                 self._last[ranks], self._next[ranks] = use, self._use_after(ranks, use)
 
     def _use_after(self, ranks: RankList, last: _Use) -> _Use | None:
-        """The next use, with the generation of `last` unless the list is released in between."""
+        """Returns the next use. It has the generation of `last` unless the list is released in between."""
         for position, entry in self._order.ahead(last.position):
             if entry.kind == "task" and ranks in self._lists_of(entry.roles):
                 is_released = all(self._leaves_between(last.position, position, member, ranks) for member in ranks)
@@ -84,7 +84,8 @@ class CommunicatorPlan:
         return None
 
     def _leaves_between(self, first: int, last: int, member: int, ranks: RankList) -> bool:
-        """Whether there is a task of `member`, and of no user of `ranks`, that needs a device, strictly in between."""
+        """Returns whether `member` has a device task between `first` and `last` (exclusive) without users of
+        `ranks`."""
         between = takewhile(lambda item: item[0] < last, self._order.ahead(first))
         return any(self._is_without(ranks, entry, member) for _, entry in between)
 
@@ -95,7 +96,7 @@ class CommunicatorPlan:
         return following is None or following.generation != self._last[ranks].generation
 
     def _is_without(self, ranks: RankList, entry: Entry, member: int) -> bool:
-        """Whether `entry` needs the device of `member` for roles that do not use `ranks`."""
+        """Returns whether `entry` needs the device of `member` for roles that do not use `ranks`."""
         return self._users[ranks].isdisjoint(entry.roles) and self._takes_device(entry, self._placement.hosts(member))
 
     def _takes_device(self, entry: Entry, hosted: tuple[str, ...]) -> bool:
@@ -111,29 +112,30 @@ class CommunicatorPlan:
 
 
 class Communicators:
-    """Has the process groups of one rank follow the plan."""
+    """Opens and closes the process groups of one rank according to the plan."""
 
     def __init__(self, plan: CommunicatorPlan, groups: ProcessGroups) -> None:
         self._plan, self._groups = plan, groups
 
     def release(self, position: int) -> None:
-        """Before the task at `position` takes the device, once nothing that is recorded holds what is released."""
+        """Closes the groups not needed by the task at `position`. Call it once no recorded step holds any of them."""
         self._groups.close(self._plan.to_close(position))
 
     def restore(self, position: int) -> None:
-        """Right before the task at `position`. Collective over: the members of every list that comes back."""
+        """Opens the groups needed by the task at `position`, right before it. Collective over: the members of every
+        reopened list."""
         self._groups.open(self._plan.to_open(position))
 
 
 def _users(ranks: RankList, grids: Mapping[str, Grid]) -> frozenset[str]:
-    """Every role that uses a list, alone or with another."""
+    """Returns all roles that use a list, alone or together with another role."""
     return frozenset(role for roles, lists in role_group_lists(grids).items() if ranks in lists for role in roles)
 
 
-# Which parts of this rank's roles lie on its device now. Roles that share a rank take turns, as the order says.
+# The memory parts on this rank's device. Roles that share a rank take turns in the order of the tasks.
 
 Span = Callable[[str, str], AbstractContextManager[object]]
-"""(name, category "offload", "onload" or "prefetch") -> a context around the move, for a trace."""
+"""A function (name, category "offload", "onload" or "prefetch") -> context manager around a move, for tracing."""
 
 
 def _no_span(name: str, category: str) -> AbstractContextManager[object]:
@@ -141,11 +143,11 @@ def _no_span(name: str, category: str) -> AbstractContextManager[object]:
 
 
 class Offloader:
-    """Brings to the device what a task needs, and takes away what others of this rank left there.
+    """Brings the parts needed by a task to the device and removes parts of this rank's other roles.
 
-    `offload` has the roles of this rank that use its device, and decides with `guests`, whose parts are overlays or
-    who are `sharing` the actor's, who leaves it between its tasks: see `leaving_roles`. Nothing moves for a task that
-    needs nothing. Nothing is collective but making `communicators` again, which come and go with the roles.
+    `offload` has the roles of this rank with memory on its device. `guests` have overlay parts, and roles in `sharing`
+    use the actor's parts. These three determine the roles that leave the device between their tasks (see
+    `leaving_roles`). Nothing moves for a task without needs. Only reopening `communicators` is collective.
     """
 
     def __init__(
@@ -169,13 +171,13 @@ class Offloader:
         self._communicators = communicators
         self._memory_saver = memory_saver
         self._span = span
-        self._on_the_way: list[Key] = []
-        """Parts on the device whose copies may not have arrived."""
+        self._in_transit: list[Key] = []
+        """Parts on the device with copies that may still be running."""
         self._metrics = _no_moves()
 
     def admit(self, role: str, parts: Mapping[str, MemoryPart]) -> None:
-        """Take over the parts of a role that has just been built; if it is one that leaves, it leaves at once, so that
-        the next role finds room."""
+        """Takes over the parts of a newly built role. A role that leaves is offloaded at once to make room for the next
+        role."""
         mine = {(role, name): part for name, part in parts.items()}
         self.parts |= mine
         for key, part in mine.items():
@@ -187,16 +189,16 @@ class Offloader:
             self._offload([key for key, part in mine.items() if part.place == "device"], position=-1)
 
     def enter(self, position: int) -> None:
-        """Make resident what the task at `position` of the order needs, and begin to bring what the next one does.
+        """Makes the parts needed by the task at `position` resident, then starts to prefetch those of the next task.
 
-        To be called before every task of this rank, in order.
+        Call it before every task of this rank, in order.
         """
         needs = self.plan.needs(position)
         parts = {key: self.parts[key] for key in needs.parts}
         self._note_residents()
         if parts:
             self._offload([key for key, part in self._on_device() if self._must_leave(key, part, parts)], position)
-            if self._communicators:  # after the parts: recorded steps hold communicators, and go with them
+            if self._communicators:  # after the parts: their recorded steps hold communicators
                 self._communicators.release(position)
             self._onload([key for key, part in parts.items() if part.place != "device"], position)
             self._note_residents()
@@ -208,11 +210,11 @@ class Offloader:
             self._communicators.restore(position)
 
     def changed(self, role: str, part: str) -> None:
-        """A part was written to outside of a task that is declared to do so, such as weights that arrive in flight."""
+        """Notes a write to a part outside the tasks that declare it, such as weights arriving in flight."""
         self.parts[role, part].changed()
 
     def metrics(self) -> dict[str, float]:
-        """memory/* since the last call; see observability.names."""
+        """Returns the metrics memory/* since the last call (see observability.names)."""
         self._note_residents()
         host_bytes = sum(part.host_bytes for part in self.parts.values())
         metrics = {
@@ -233,7 +235,8 @@ class Offloader:
         return key[0] in self.leaving or any(_share_memory(part, other) for other in needed.values())
 
     def _offload(self, keys: Sequence[Key], position: int) -> None:
-        """What nobody reads again is dropped, the rest copied; then all of it is freed."""
+        """Removes parts from the device. Parts without a further reader are dropped, the others are copied to the
+        host."""
         if not keys:
             return
         start = time.perf_counter()
@@ -251,24 +254,24 @@ class Offloader:
         self._note_residue({role for role, _ in keys})
 
     def _onload(self, keys: Sequence[Key], position: int) -> None:
-        if not keys and not self._on_the_way:
+        if not keys and not self._in_transit:
             return
         start = time.perf_counter()
-        with self._span(_names([*self._on_the_way, *keys]), "onload"):
+        with self._span(_names([*self._in_transit, *keys]), "onload"):
             for key in keys:
                 self._bring(key, position)
             self._memory.finish_copies()
-            self._on_the_way.clear()
+            self._in_transit.clear()
         self._metrics["memory/onload_s"] += time.perf_counter() - start
 
     def _bring(self, key: Key, position: int) -> None:
         part = self.parts[key]
-        part.allocate()  # from the pool of the stream that will use and free it; the copies alone are on another one
+        part.allocate()  # on the stream that uses and frees it; only copies use another one
         with self._memory.copies():
             part.fill(rewritten=self.plan.is_rewritten(key, position))
 
     def _prefetch(self, position: int) -> None:
-        """Begin to bring what the next task needs, where it lies on the host and there is room for it."""
+        """Starts to bring the next task's parts from the host as far as there is room."""
         following = self.plan.next_device_task(position)
         if not self._prefetch_wanted or following is None:
             return
@@ -279,7 +282,7 @@ class Offloader:
             if fits and not any(_share_memory(part, other) for _, other in self._on_device()):
                 spare -= part.size_bytes
                 self._bring(key, following)
-                self._on_the_way.append(key)
+                self._in_transit.append(key)
 
     def _note_residents(self) -> None:
         resident: dict[str, float] = defaultdict(float)

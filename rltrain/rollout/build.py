@@ -1,4 +1,4 @@
-"""Builds the engine that a config names, and loads a checkpoint into one that no sync fills."""
+"""Builds the configured engine of a role, and loads checkpoints into engines without weight syncs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,23 +23,23 @@ BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = 
 }
 
 
-# The engine of a rank of the rollout or the judge, as <role>.engine names it.
+# The engine named by <role>.engine, for a rank of the rollout or the judge.
 
 
 def build_engine(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """This rank's share of the engine; without weights until the first update.
+    """Builds this rank's share of the engine. It has no weights until the first update.
 
-    `leave` gives up what the engine has running, before its keys and values are dropped. Collective over: the engine's
-    ranks.
+    `leave` suspends the engine's running samples. It is called before keys and values are dropped. Collective over: the
+    engine's ranks.
     """
     return BUILDERS[site.settings.engine](site, leave)
 
 
-# Weights of a checkpoint for an engine that no sync fills: as an update, whichever engine it is.
+# Loading of checkpoints, as an update of any engine.
 
 
 def serve_checkpoint(engine: Engine, site: EngineSite, version: int) -> None:
-    """Have the engine of a site serve its role's checkpoint, as `version`. Raises as `reload_weights`.
+    """Loads the role's checkpoint into the engine and serves it as `version`. Raises the errors of `reload_weights`.
 
     Collective over: the engine's ranks.
     """
@@ -48,10 +48,10 @@ def serve_checkpoint(engine: Engine, site: EngineSite, version: int) -> None:
 
 
 def reload_weights(engine: Engine, site: EngineSite, path: Path, version: int, *, key: str) -> None:
-    """Have the engine of a site serve the checkpoint in `path`, of the same architecture, as `version`; `key` names
-    where that path was given. What is unfinished goes on under it.
+    """Loads the checkpoint in `path` into the engine and serves it as `version`. Unfinished samples continue under it.
 
-    CheckpointError where it cannot be read. Collective over: the engine's ranks.
+    The checkpoint must have the same architecture. `key` is the config key of the path, for messages. Raises
+    CheckpointError if the checkpoint cannot be read. Collective over: the engine's ranks.
     """
     if isinstance(engine, HttpEngine):
         engine.reload_weights(path, version)
@@ -71,7 +71,7 @@ def reload_weights(engine: Engine, site: EngineSite, path: Path, version: int, *
 
 
 def _round(parameters: Mapping[str, Tensor], settings: FakeQuantization) -> None:
-    """Have experts be what they are in the trainer's passes. No rank's share may begin or end within a group."""
+    """Rounds expert weights as the trainer does in its passes. No quantization group may span two ranks."""
     for name, parameter in parameters.items():
         if is_expert(name):
             parameter.copy_(int4_rounded(parameter, settings.group_size, settings.scale_divisor))

@@ -1,4 +1,7 @@
-"""The form of files of what changed: server/rltrain_delta_files.py of SGLang's, which knows it by another name."""
+"""The file format of weight deltas, from servers/in_sglang/rltrain_delta_files.py.
+
+SGLang's Python imports that file as a top-level module.
+"""
 
 from typing import TYPE_CHECKING
 

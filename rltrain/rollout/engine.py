@@ -1,4 +1,4 @@
-"""What every engine understands, is built of, and refuses."""
+"""The interface of all rollout engines, with their inputs and shared checks."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -19,14 +19,17 @@ from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 
-# Stop strings: ending a response once its decoded text contains one.
+# Stop strings: a response ends once its decoded text contains one.
 
 _LEAD_TOKENS = 8
-"""Decoded before the longest possible match, for tokenizers whose text depends on the tokens before."""
+"""Extra tokens decoded before the longest possible match. Some tokenizers decode a token differently after others."""
 
 
 StopCut = Callable[[Sequence[int], Sequence[int]], int | None]
-"""(tokens that the turn has drawn before, new ones) -> how many of the new there are when a stop string is complete."""
+"""A function (earlier tokens of the turn, new tokens) -> number of new tokens up to the end of a complete stop string.
+
+It returns None if no stop string is complete.
+"""
 
 
 class Tokenizer(Protocol):
@@ -34,7 +37,10 @@ class Tokenizer(Protocol):
 
 
 class StopStrings:
-    """Which responses end, from the last tokens of each. A token adds at least one byte of text."""
+    """Finds the responses that contain a stop string.
+
+    It decodes only the last tokens of a response. This is enough because a token adds at least one byte of text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -42,11 +48,11 @@ class StopStrings:
         self._window_tokens = max(len(string.encode()) for string in strings) + _LEAD_TOKENS
 
     def recent(self, tokens: Sequence[int]) -> deque[int]:
-        """What `append` must know of a response that has drawn `tokens`."""
+        """Returns the last tokens of a response, in the form expected by `append`."""
         return deque(tokens, maxlen=self._window_tokens)
 
     def append(self, responses: Sequence[deque[int]], tokens: Sequence[int]) -> list[bool]:
-        """Add one token to each response; which of them now contain a stop string."""
+        """Appends one token to each response. Returns for each response whether it contains a stop string now."""
         return [self._append(response, token) for response, token in zip(responses, tokens, strict=True)]
 
     def _append(self, response: deque[int], token: int) -> bool:
@@ -56,20 +62,27 @@ class StopStrings:
 
 
 def stop_strings(strings: Sequence[str], tokenizer: Tokenizer | None) -> StopStrings | None:
-    """None where there are no `strings`; ConfigError where they cannot be looked for."""
+    """Returns the matcher for `strings`, or None if there are none. Raises ConfigError if strings need a missing
+    tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
         raise ConfigError(
-            f"rollout.sampling.stop = {list(strings)} needs the model's tokenizer to decode responses, and "
-            "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
+            f"rollout.sampling.stop = {list(strings)} needs a tokenizer to decode responses, but model.path has none. "
+            "Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
         )
     return StopStrings(tokenizer, strings)
 
 
 def stop_cut(strings: Sequence[str], tokenizer: Tokenizer | None) -> StopCut | None:
-    """For tokens that a server has drawn, which may look for `strings` neither in what it takes for the prompt, nor
-    further back than the tokens that a string itself is encoded to, though a model may spell it with more."""
+    """Returns a function that cuts a server's tokens after the first complete stop string.
+
+    Returns None without strings or without a tokenizer.
+
+    It is needed because a server may search too little text. A server may skip the text that it takes for the prompt.
+    It may also look back only as many tokens as the encoded string has, although a model can spell the string with
+    more.
+    """
     if not strings or tokenizer is None:
         return None
     looked_for = StopStrings(tokenizer, strings)
@@ -88,29 +101,30 @@ def stop_cut(strings: Sequence[str], tokenizer: Tokenizer | None) -> StopCut | N
     return cut
 
 
-# What every rollout engine understands: samples to draw in, the same samples drawn out.
+# The interface of an engine.
 
 START_FRACTION = 8
-"""New samples start once 1/8 of the slots are free: one prefill then serves several."""
+"""New samples start once 1/8 of the slots are free, so one prefill serves several samples."""
 
 
 @dataclass(frozen=True)
 class GreedyPlaces:
-    """The last `count` of every `of` samples in a row, by their episodes' ids: as samples of groups are numbered."""
+    """Selects the last `count` of every `of` consecutive episode ids. Samples of a group have consecutive ids."""
 
     count: int
     of: int
 
     def hold(self, sample: Sample) -> bool:
-        """Whether `sample` is one of them."""
+        """Returns whether `sample` is selected."""
         return sample.episode % self.of >= self.of - self.count
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch truncation off.
+    """Settings for choosing tokens. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 switch truncation off.
 
-    `stop_token_ids` end a response and are part of it; `stop` strings end it once the decoded text contains one.
+    A token of `stop_token_ids` ends a response and stays part of it. A string of `stop` ends a response once its
+    decoded text contains the string.
     """
 
     temperature: float
@@ -120,102 +134,114 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     greedy: GreedyPlaces | None = None
-    """Samples whose every token is the most likely one, whatever the temperature."""
+    """Samples that are always greedy, at any temperature."""
 
     def is_greedy(self, sample: Sample) -> bool:
         return self.temperature == 0 or (self.greedy is not None and self.greedy.hold(sample))
 
 
 class Engine(ABC):
-    """Draws many samples at once, one token of each or more per `step`; samples may come and weights change between
-    steps.
+    """Generates tokens for many samples at once. Each `step` adds one or more tokens to every running sample.
 
-    Everything is collective over the engine's ranks: they make equal calls in one order.
+    Between two steps samples may arrive and weights may change. All methods are collective over the engine's ranks
+    unless they say otherwise: all ranks make the same calls in the same order.
     """
 
     policy_version: int | None
-    """Of the weights that it serves; set once all of an update has arrived. None: they are not complete."""
+    """Version of the served weights. It is set when an update is complete, and None while the weights are
+    incomplete."""
     num_restarts: int = 0
-    """How often a process of its own was lost and started anew."""
+    """Number of restarts of the engine's own process."""
 
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Samples submitted that no step has returned yet."""
+        """Number of submitted samples that no step has returned yet."""
 
     @property
     @abstractmethod
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step: slots that no running or queued one takes."""
+        """Number of further samples that could start at the next step: slots not taken by running or queued samples."""
 
     @property
     @abstractmethod
     def num_usable(self) -> int:
-        """How many more samples it has use for by now: those that would start at the next step, and as many as it
-        starts together. Above 0 while nothing is unfinished."""
+        """Number of further samples worth submitting: one per free slot, and a batch to start together next.
+
+        It is above 0 if nothing is unfinished.
+        """
 
     @abstractmethod
     def begin_update(self) -> None:
-        """The weights are about to be rewritten: no token may be drawn until `end_update`.
+        """Prepares the engine for new weights. No token may be generated until `end_update`.
 
-        Running responses stay and go on under the new weights, with the keys and values that the old ones computed.
+        Running responses stay. They continue under the new weights and keep the keys and values computed by the old
+        ones.
         """
 
     @abstractmethod
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """Where a part of the new weights (rollout.layout.engine_parts) is to be written, by parameter; parts come in
-        order, and this waits until the engine has taken what lay there before. Where `is_kept` it has what the last
-        update left, of which some will be overwritten; parts that stay as they are need not come then. An update may
-        begin anew from any part, back to the first."""
+        """Returns the destination tensors for one part of the new weights, by parameter name (see
+        rollout.layout.engine_parts).
+
+        Parts come in order. The call waits until the engine has taken the previous content of these tensors. With
+        `is_kept` the tensors still hold the values of the last update, some of which will be overwritten. Unchanged
+        parts need not come then. An update may start over from any earlier part, even the first.
+        """
 
     @abstractmethod
     def arrived(self, part: int) -> None:
-        """This rank's share of the part has been written."""
+        """Notes that this rank's share of the part has been written."""
 
     @abstractmethod
     def end_update(self, version: int) -> None:
-        """All parts have arrived, on all ranks: the engine serves `version` from now on. Raises EngineError where its
-        process was lost and cannot be brought back."""
+        """Completes the update after all parts have arrived on all ranks. The engine then serves `version`.
+
+        Raises EngineError if the engine's process was lost and cannot be restarted.
+        """
 
     @abstractmethod
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Queue `samples`, first in, first out. What is unfinished at one time has distinct ids and equal `sampling`.
+        """Queues `samples`, first in, first out. Unfinished samples have distinct ids and equal `sampling`.
 
-        A sample whose turn has ended, and to which something was added by `observed`, comes back so for its next turn.
+        A sample with a finished turn and a new observation (see `Sample.observed`) is submitted again for its next
+        turn.
 
-        Raises ValueError where it has not, or where a sample has nothing left to draw; DataError for a prompt that
-        leaves no room. Then none of the samples is queued.
+        Raises ValueError if ids repeat, if `sampling` differs or if a sample has nothing left to generate. Raises
+        DataError if a prompt leaves no room for a response. In both cases none of the samples is queued.
         """
 
     @abstractmethod
     def step(self) -> list[Sample]:
-        """Start queued samples where slots are free, draw one token of every running one; those now finished.
+        """Starts queued samples in free slots, generates tokens for all running samples and returns the finished ones.
 
-        A sample whose log-probs are not finite has failed, and lacks those. Raises DivergenceError if that holds for
-        every sample that runs, after which nothing is unfinished. Raises SyncError while there is no policy version.
+        A sample with log-probs that are not finite has failed and is returned without them. Raises DivergenceError if
+        all running samples failed this way; nothing is unfinished afterwards. Raises SyncError if there is no policy
+        version.
         """
 
     @abstractmethod
     def suspend(self) -> list[Sample]:
-        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
+        """Removes and returns all unfinished samples in the order of submission, each with its tokens so far.
 
-        Submitted again, also to another engine, a sample continues where it stopped.
+        A sample continues from its last token when it is submitted again, to this engine or another one.
         """
 
     @abstractmethod
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the running samples, each with what it is known to have drawn so far; they go on. Not collective:
-        of an engine with several ranks the first one is asked.
+        """Returns the running samples with these ids, each with its known tokens so far. They keep running.
+
+        Not collective: only the first rank of the engine is asked.
         """
 
     @abstractmethod
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """As `suspend`, for these samples alone; the others go on."""
+        """Removes and returns the samples with these ids. The others keep running."""
 
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """Submit `samples` and step until all are finished; in the order of `samples`.
+        """Submits `samples`, steps until all are finished and returns them in the given order.
 
-        Raises as `submit` and `step` do, and ValueError where something else is unfinished.
+        Raises the errors of `submit` and `step`. Raises ValueError if other samples are unfinished.
         """
         served_version(self.policy_version)
         expect_idle(self.num_unfinished, "generate")
@@ -227,23 +253,23 @@ class Engine(ABC):
 
     @abstractmethod
     def forget(self, ids: Collection[int]) -> None:
-        """The conversations with these sample ids are over: nothing need be kept for another turn of them."""
+        """Drops everything kept for another turn of the conversations with these sample ids."""
 
     @abstractmethod
     def release_cache(self) -> None:
-        """Free the memory of keys and values until the next step. Raises ValueError while anything is unfinished."""
+        """Frees the memory of keys and values until the next step. Raises ValueError if anything is unfinished."""
 
     @abstractmethod
     def close(self) -> None:
-        """Called once, after the last use."""
+        """Closes the engine. Called once, after the last use."""
 
 
-# What an engine is built of, and what it is to the rest of the job.
+# The parts of an engine on one rank.
 
 
 @dataclass(frozen=True)
 class EngineSite:
-    """This rank's place for an engine on `ranks`, of those of the role's `grid`."""
+    """The inputs for building an engine on `ranks`, a subset of the ranks of the role's `grid`."""
 
     config: Config
     world: World
@@ -254,19 +280,19 @@ class EngineSite:
     tokenizer: Tokenizer
     job_store: JobStore
     leaves: bool
-    """Whether it gives its device memory up between its tasks."""
+    """Whether the engine gives up its device memory between its tasks."""
     draws_during_syncs: bool
-    """Whether weights may come while it has responses under way."""
+    """Whether new weights may arrive while responses are unfinished."""
     others: tuple[str, ...] = ()
-    """Other roles with something on this rank's device."""
+    """Other roles with memory on this rank's device."""
     role: str = "rollout"
-    """The config section that describes it."""
+    """The role, and with it the config section of the engine."""
     updates_together: bool = False
-    """Whether all engines of the role get an update before any gets the next one: those of a node then keep one copy of
-    the weights."""
+    """Whether an update reaches all engines of the role before the next one begins. Engines of a node then share one
+    copy of the weights."""
 
     weights_change: bool = True
-    """Whether syncs bring weights, or the role's checkpoint is served as it is."""
+    """Whether syncs bring weights. If not, the engine serves the role's checkpoint throughout."""
 
     @property
     def settings(self) -> Served:
@@ -279,35 +305,35 @@ class EngineSite:
 
 @dataclass(frozen=True)
 class HostedEngine:
-    """`parts` are "weights" and "kv_cache", as tasks.roles names them, and "base" where it has adapters apart."""
+    """An engine with its memory parts: "weights", "kv_cache" and, for separate adapters, "base" (see tasks.roles)."""
 
     engine: Engine
     parts: Mapping[str, MemoryPart]
     metrics: Callable[[], dict[str, float]] = dict
-    """Of what it did since the last call."""
+    """Returns the engine's metrics since the last call."""
 
 
-# What every engine refuses, in the same words whichever it is.
+# Checks shared by all engines.
 
 
 def served_version(policy_version: int | None) -> int:
-    """The version that an engine may draw with; SyncError while it has none."""
+    """Returns the version if it is set. Raises SyncError if it is None."""
     if policy_version is None:
         raise SyncError(
-            "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
-            "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
+            "the engine was asked to generate while its weights are incomplete: no weight sync has ended yet, or one "
+            "has begun and not ended. Expected a successful weight_sync before every generate"
         )
     return policy_version
 
 
 def expect_idle(num_unfinished: int, method: str) -> None:
-    """ValueError where `method` was called too early."""
+    """Raises ValueError if samples are unfinished. `method` is the caller's name in the message."""
     if num_unfinished:
         raise ValueError(f"{method} with {num_unfinished} samples unfinished; expected none: suspend() first")
 
 
 def response_limit(sample: Sample, sampling: SamplingParams, max_context_tokens: int) -> int:
-    """Tokens that the response may have at the end of the present turn, those that exist included."""
+    """Returns the most tokens that the response may have at the end of the present turn, existing tokens included."""
     limit = min(sampling.max_response_tokens, max_context_tokens - len(sample.prompt))
     return limit if sample.turn_limit is None else min(limit, sample.turn_limit)
 
@@ -320,10 +346,10 @@ def check_samples(
     running: SamplingParams | None,
     max_context_tokens: int,
 ) -> None:
-    """Whether `samples` may be queued beside those with ids `unfinished`, which have the sampling `running`.
+    """Checks that `samples` can be queued beside the unfinished ids with sampling `running`.
 
-    DataError for a prompt that leaves no room; ValueError for sampling that differs, for ids that are not distinct, and
-    where nothing is left to draw.
+    Raises DataError if a prompt leaves no room for a response. Raises ValueError if the sampling differs, if ids repeat
+    or if a sample has nothing left to generate.
     """
     for sample in samples:
         if not 0 < len(sample.prompt) < max_context_tokens:
@@ -336,11 +362,11 @@ def check_samples(
         raise ValueError(f"submitted with {sampling} while samples with {running} are unfinished")
     new = {sample.id for sample in samples}
     if len(new) < len(samples) or not new.isdisjoint(unfinished):
-        raise ValueError("samples with equal ids; expected distinct ones among all that are unfinished")
+        raise ValueError("samples have equal ids; expected distinct ids among all unfinished samples")
     for sample in samples:
         limit = response_limit(sample, sampling, max_context_tokens)
         if sample.is_finished or len(sample.tokens) >= limit:
             raise ValueError(
                 f"sample {sample.id} is {sample.status.name.lower()} and has {len(sample.tokens)} tokens; expected a "
-                f"pending one with fewer than the {limit} that its response may have"
+                f"pending sample with fewer than {limit} tokens, the limit of its response"
             )

@@ -1,4 +1,4 @@
-"""What happens between the turns of samples that are conversations."""
+"""The time between two turns of a conversation: its environment answers, and its sample continues or ends."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,37 +16,38 @@ from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
 from rltrain.rollout.sample import Sample, SampleGroup, Status, mix64
 
-# What happens between the turns of samples that are conversations, as an engine's ranks know it.
+# Answers to waiting samples, as known to all ranks of an engine.
 
 CURRENT_VERSION = -1
-"""In the place of a policy version: the engine's, when it learns of the token."""
+"""Placeholder for a policy version. The engine replaces it by its version when it receives the token."""
 
 
-class Unusable(Exception):  # noqa: N818 - a finding, which fails an episode
-    """Nothing of an episode can be drawn or trained on: why."""
+class Unusable(Exception):  # noqa: N818 - a finding that fails one episode
+    """Raised with a reason if nothing of an episode can be generated or trained on."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What became of a sample that waited: of its beginning, or of the turn that it ended. Equal on all ranks of its
-    engine."""
+    """The answer to a waiting sample, at its beginning or after a turn. Equal on all ranks of its engine."""
 
     id: int
     status: Status = Status.PENDING
-    """Of the sample from now on; pending goes back to the engine."""
+    """The new status of the sample. A pending sample returns to the engine."""
     tokens: tuple[int, ...] = ()
-    """What it is to go on after. At the beginning this is the prompt, and none keeps the one that it has."""
+    """Tokens to append before the next turn. At the beginning this is the prompt; if empty, the sample keeps its
+    prompt."""
     reward: float = 0.0
-    """Of the turn that it ended."""
+    """Reward of the finished turn."""
     branches: bool = False
-    """`tokens` are the whole context of another trajectory, with which the episode goes on."""
+    """Whether `tokens` are the whole context of another trajectory, which continues the episode."""
     max_turn_tokens: int | None = None
-    """Of the next turn; None: the run's."""
+    """Token limit of the next turn. None: the limit of the run."""
     trajectories: tuple[Sample, ...] = ()
-    """All of an episode that ends with them, in the place of what was drawn."""
+    """Final trajectories of an ended episode. They replace the generated samples."""
 
     def applied_to(self, sample: Sample, max_turn_tokens: int | None) -> tuple[Sample, ...]:
-        """The sample from now on, and trajectories of its episode that come to be."""
+        """Returns the updated sample, followed by new trajectories of its episode. `max_turn_tokens` is the run's
+        limit."""
         most = max_turn_tokens if self.max_turn_tokens is None else self.max_turn_tokens
         if self.trajectories:
             return self.trajectories
@@ -63,8 +64,11 @@ class Observed:
         return (replace(sample.observed(self.tokens, turn_limit=limit), turn_rewards=rewards),)
 
     def _branched(self, sample: Sample, max_turn_tokens: int | None) -> tuple[Sample, ...]:
-        """The episode's new trajectory under the sample's id, which is the engine's, and what was drawn under another.
-        What both have in common is trained on in the first."""
+        """Returns the episode's new trajectory and the closed one.
+
+        The new one keeps the sample's id, because the engine knows that id. The closed one gets another id. Their
+        common tokens are trained on only in the closed one.
+        """
         before = sample.parent or sample.id
         closed = replace(
             sample,
@@ -80,8 +84,10 @@ class Observed:
 
 
 def with_shared_reward(trajectories: Sequence[Sample], besides: float = 0.0) -> list[Sample]:
-    """Of one episode that has ended: each is worth what all of its turns were, and what it got `besides`. What of that
-    did not come with a trajectory's own turns stands at its last one."""
+    """Returns the trajectories of an ended episode with the reward of the whole episode: all its turns plus `besides`.
+
+    The last turn of each trajectory gets the difference to the rewards of its turns.
+    """
     total = besides + sum(sum(sample.turn_rewards) for sample in trajectories)
     return [_worth(sample, total) if sample.turns else sample for sample in trajectories]
 
@@ -93,45 +99,52 @@ def _worth(sample: Sample, total: float) -> Sample:
 
 
 class Episodes:
-    """Episodes of one engine's samples. On its first rank they are `EnvironmentEpisodes`. Others do as that tells them,
-    and know nothing by themselves but which episodes are `going_on` from a checkpoint."""
+    """Episodes of one engine's samples.
+
+    The engine's first rank has `EnvironmentEpisodes`. The other ranks follow its answers. By themselves they only know
+    the episodes in `going_on`, restored from a checkpoint.
+    """
 
     def __init__(self, going_on: Collection[int]) -> None:
         self.going_on = going_on
 
     def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
-        """These of its samples wait for the beginning of an episode each."""
+        """Begins one episode for each of these samples of the group. The samples then wait for the beginning."""
 
     def goes_on(self, sample: Sample) -> bool:
-        """Whether the episode of a sample that crossed a checkpoint has done so too. All ranks know."""
+        """Returns whether the checkpoint that restored the sample also restored its episode. Known on all ranks."""
         return sample.id in self.going_on
 
     def resume(self, sample: Sample) -> None:
-        """It goes on here."""
+        """Continues the restored episode of a sample on this engine."""
 
     def act(self, sample: Sample, *, truncated: bool) -> None:
-        """A sample has ended a turn, at a limit of tokens where it is `truncated`, and waits for what follows."""
+        """Passes a finished turn on. The sample then waits for the answer. `truncated` if a limit of tokens ended the
+        turn."""
 
     def fail(self, sample: Sample) -> None:
-        """The engine could not draw a sample's turn: its episode is over."""
+        """Ends the episode of a sample with a failed turn."""
 
     def answers(self, *, engine_is_idle: bool) -> list[Observed]:
-        """What has been answered since the last call; never blocks."""
+        """Returns the answers since the last call. Never blocks."""
         return []
 
     def begin_anew(self, count: int) -> None:
-        """So many episodes could not go on from a checkpoint."""
+        """Counts episodes that could not be restored from a checkpoint."""
 
     def settle(self) -> list[Observed]:
-        """What can be answered before a checkpoint is; until then it waits. All engines do."""
+        """Prepares a checkpoint. Waits until environments have saved their episodes and returns the answers up to then.
+
+        Called by all engines.
+        """
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Of the episodes that have ended since the last call."""
+        """Returns the metrics of the episodes ended since the last call."""
         return {}
 
 
-# Trajectories that an environment gives for its episode, in the place of what was drawn turn by turn.
+# Trajectories given by an environment at the end of an episode, replacing the generated turns.
 
 STATUS = {
     "completed": Status.STOPPED,
@@ -142,22 +155,23 @@ STATUS = {
 
 
 def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Trajectory]) -> Observed:
-    """The end of the episode of `sample`, of which the engine has drawn the `known` trajectories.
+    """Returns the end of the episode of `sample` with the trajectories `told` by its environment.
 
-    Raises Unusable for one that is neither known nor comes with log-probs.
+    `known` are the trajectories generated by the engine. Raises Unusable if a trajectory is not among them and has no
+    log-probs.
     """
     samples = []
     for number, trajectory in enumerate(told):
         recorded = next((one for one in known if one.context == trajectory.ids), None)
         if recorded is None and trajectory.logprobs is None:
-            raise Unusable(f"trajectory {number} of its environment was not drawn here, and comes without log-probs")
-        made = _recorded(recorded, trajectory) if recorded else _as_told(sample, trajectory)
+            raise Unusable(f"trajectory {number} of its environment was not generated here and has no log-probs")
+        made = _recorded(recorded, trajectory) if recorded else _from_trajectory(sample, trajectory)
         samples.append(replace(made, id=sample.episode + number * SIBLINGS_APART))
     return Observed(sample.id, samples[0].status, trajectories=tuple(samples))
 
 
 def _recorded(sample: Sample, trajectory: Trajectory) -> Sample:
-    """`sample` with what the environment says of it, from where the response begins for that."""
+    """Returns `sample` with the environment's data: its reward, its mask and the beginning of its response."""
     count = trajectory.num_response_tokens
     first = max(len(sample.tokens) - count, 0)
     mask = sample.loss_mask[first:] if trajectory.loss_mask is None else trajectory.loss_mask
@@ -176,7 +190,7 @@ def _recorded(sample: Sample, trajectory: Trajectory) -> Sample:
     )
 
 
-def _as_told(sample: Sample, trajectory: Trajectory) -> Sample:
+def _from_trajectory(sample: Sample, trajectory: Trajectory) -> Sample:
     count = trajectory.num_response_tokens
     assert trajectory.logprobs is not None
     mask = (True,) * count if trajectory.loss_mask is None else trajectory.loss_mask
@@ -195,32 +209,32 @@ def _as_told(sample: Sample, trajectory: Trajectory) -> Sample:
 
 
 def _masked(mask: Sequence[bool], count: int, trained_on: bool) -> tuple[bool, ...]:
-    """The last `count` of it, or nothing."""
+    """Returns the last `count` entries of the mask, or all False if the trajectory is not trained on."""
     return tuple(mask[len(mask) - count :]) if trained_on else (False,) * count
 
 
-# How turns become tokens and tokens become actions: by a chat template, or as plain text.
+# Conversion of observations to tokens and of turns to actions, by a chat template or as plain text.
 
 Shown = str | Sequence[Message]
-"""What is yet to be encoded."""
+"""An observation before encoding."""
 
 
 class TurnFormat(Protocol):
     def prompt(self, observation: Shown) -> tuple[int, ...]:
-        """Token ids up to where the model's first turn begins."""
+        """Returns the token ids before the model's first turn."""
         ...
 
     def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        """Token ids between the drawn ids `turn` and the next turn's beginning."""
+        """Returns the token ids between the generated ids `turn` and the beginning of the next turn."""
         ...
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
-        """What an environment gets for the drawn ids `turn`, which is at `position` among the turns."""
+        """Returns the action of the generated ids `turn` for an environment. `position` counts the turns from 0."""
         ...
 
 
 class PlainText:
-    """Implements `TurnFormat` for models without a chat template: texts follow one another."""
+    """Implements `TurnFormat` for models without a chat template. Texts are concatenated."""
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self.tokenizer = encoder.tokenizer
@@ -236,7 +250,7 @@ class PlainText:
 
 
 class ChatTurns:
-    """Implements `TurnFormat` by the tokenizer's chat template."""
+    """Implements `TurnFormat` with the tokenizer's chat template."""
 
     def __init__(self, chat_format: ChatFormat, system_prompt: str | None) -> None:
         self.chat_format, self.system_prompt = chat_format, system_prompt
@@ -263,12 +277,12 @@ def _text_of(observation: Shown) -> str:
     if isinstance(observation, str):
         return observation
     raise EpisodeError(
-        f"an environment answered with {len(observation)} chat messages, and the checkpoint's tokenizer has no chat "
-        "template, or data.chat_template is never; expected a text"
+        f"an environment answered with {len(observation)} chat messages, but the tokenizer has no chat template or "
+        "data.chat_template is never; expected a text"
     )
 
 
-# Episodes of an engine's samples in environments, wherever these run.
+# Episodes of an engine's samples in local or remote environments.
 
 
 @dataclass(frozen=True)
@@ -276,13 +290,13 @@ class TurnLimits:
     max_turns: int
     max_prompt_tokens: int
     max_response_tokens: int
-    """Of all turns together, with what was observed between them."""
+    """Limit over all turns together, including the observations between them."""
     max_context_tokens: int
     vocab_size: int
-    """Of the model, which has embeddings for the ids below it."""
+    """Number of the model's embeddings. Token ids are below it."""
 
     def has_room(self, sample: Sample, num_observed: int) -> bool:
-        """Whether another token could be drawn after so many were observed."""
+        """Returns whether another token fits after `num_observed` observed tokens."""
         num_tokens = len(sample.tokens) + num_observed
         return num_tokens < min(self.max_response_tokens, self.max_context_tokens - len(sample.prompt))
 
@@ -295,10 +309,10 @@ class Waiting:
 
 
 class EnvironmentEpisodes(Episodes):
-    """In environments. A group's samples have their episodes on one rank, from one seed.
+    """Episodes in environments. All episodes of a group run on one rank with one seed.
 
-    Without `overlaps` everybody takes turns: no environment begins a step before the engine has nothing left to draw,
-    and it goes on when all of them have answered.
+    Without `overlaps` engine and environments take turns. Environments step only after the engine has nothing left to
+    generate, and the engine continues only after all of them have answered.
     """
 
     def __init__(
@@ -313,29 +327,32 @@ class EnvironmentEpisodes(Episodes):
         overlaps: bool = True,
         own_prompt: Callable[[int], Shown] | None = None,
     ) -> None:
-        """`row_at` gives the data of a prompt row, `number_of` the number of a sample's episode, and `wait_for` waits
-        until something has come, which it names. `own_prompt` gives what a row begins with where its environment shows
-        nothing else, for `turn_format` to encode; None: samples have it."""
+        """Sets up the episodes of one engine.
+
+        `row_at` returns the data of a prompt row. `number_of` returns the number of a sample's episode. `wait_for`
+        blocks until a condition holds; its second argument names the awaited event. `own_prompt` returns the beginning
+        of a row whose environment shows none, encoded by `turn_format`. Without it samples already have their prompt.
+        """
         super().__init__([episode for of_rank in environments for episode in of_rank.going_on])
         self.environments, self.turn_format, self.limits = environments, turn_format, limits
         self.row_at, self.number_of, self.overlaps = row_at, number_of, overlaps
         self._wait_for, self._own_prompt = wait_for, own_prompt
         self._own_prompts: dict[int, Shown] = {}
-        """By episode that has yet to begin."""
+        """Prompts of episodes that have not begun yet, by episode."""
         self.statistics = EpisodeStatistics()
         self._waiting: dict[int, Waiting] = {}
-        """By episode."""
+        """Waiting samples by episode."""
         self._places: dict[int, RemoteEnvironments] = {}
-        """Likewise: where it runs."""
+        """The rank with the environment of each episode."""
         self._held_actions: list[tuple[int, Action]] = []
         self._held_events: list[EpisodeEvent] = []
         self._num_saved = 0
         self._has_worked = False
-        """Whether an episode has come to its end."""
+        """Whether an episode has ended without failure."""
         self._by_ids: set[int] = set()
-        """Episodes whose environment has a tokenizer of its own."""
+        """Episodes whose environment works with token ids."""
         self._closed: dict[int, list[Sample]] = {}
-        """By episode: trajectories from which it has branched."""
+        """Trajectories closed by a branch, by episode."""
 
     def begin(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
         environments = self.environments[group.position % len(self.environments)]
@@ -349,7 +366,7 @@ class EnvironmentEpisodes(Episodes):
             environments.begin(episode, self._row(group.row, episode), seed)
 
     def _row(self, row: int, episode: int) -> Row:
-        """What the episode gets."""
+        """Returns the row passed to the environment."""
         return self.row_at(row)
 
     def goes_on(self, sample: Sample) -> bool:
@@ -378,7 +395,7 @@ class EnvironmentEpisodes(Episodes):
             self._held_actions.append((episode, action))
 
     def fail(self, sample: Sample) -> None:
-        failure = EpisodeFailure("error", "the model's log-probs are not finite after what the environment has shown")
+        failure = EpisodeFailure("error", "the model's log-probs are not finite after the environment's observation")
         self._end(sample, EpisodeEvent(self.number_of(sample.id), None, failure=failure))
 
     def answers(self, *, engine_is_idle: bool) -> list[Observed]:
@@ -401,25 +418,27 @@ class EnvironmentEpisodes(Episodes):
             events.extend(event for environments in self.environments for event in environments.events())
             return all(environments.num_saved == self._num_saved for environments in self.environments) or None
 
-        self._wait_for(come, "environments, to save episodes")
+        self._wait_for(come, "environments to save episodes")
         return self._answered(events)
 
     def metrics(self) -> dict[str, float]:
-        """Raises EpisodeError where none of the first episodes has come to its end: nothing would ever be learnt."""
+        """Returns the metrics named env/*. Raises EpisodeError if all episodes of the first step failed.
+
+        Without this error a run with broken environments would never learn anything.
+        """
         failure = self.statistics.first_failure
         found = metrics(self.statistics.take())
         if found and not self._has_worked:
             if found["failed"] == found["episodes"]:
                 raise EpisodeError(
-                    f"env: all {found['episodes']:g} episodes of the first step failed; expected environments that "
-                    "answer: a failure costs its episode, and the job goes on where others come to their end. The "
-                    f"first failure was {failure}"
+                    f"env: all {found['episodes']:g} episodes of the first step failed; expected at least one to end "
+                    f"without a failure. The first failure was {failure}"
                 )
             self._has_worked = True
         return {f"env/{name}": value for name, value in found.items()}
 
     def _in_turn(self, events: list[EpisodeEvent], engine_is_idle: bool) -> list[EpisodeEvent]:
-        """Nothing, before all who are to answer have."""
+        """Returns nothing until all awaited environments have answered. Then returns all events."""
         if engine_is_idle:
             self._act_all()
         self._held_events += events
@@ -451,7 +470,7 @@ class EnvironmentEpisodes(Episodes):
         return answer
 
     def _end(self, sample: Sample, event: EpisodeEvent) -> None:
-        """Its environment is told where it has not ended the episode itself."""
+        """Ends an episode. Its environment is notified unless it ended the episode itself."""
         place = self._places.pop(event.episode)
         if not event.done:
             place.abandon(event.episode)
@@ -497,24 +516,24 @@ class EnvironmentEpisodes(Episodes):
     def _begun(self, sample: Sample, prompt: tuple[int, ...], limit: int | None) -> Observed:
         if not 0 < len(prompt) <= self.limits.max_prompt_tokens:
             raise Unusable(
-                f"it begins with {len(prompt)} tokens, with the tools that it is told of; expected 1 to "
+                f"its prompt has {len(prompt)} tokens, tool descriptions included; expected 1 to "
                 f"{self.limits.max_prompt_tokens} (data.max_prompt_tokens)"
             )
         self._refuse_unknown_ids(prompt)
         return Observed(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
 
     def _refuse_unknown_ids(self, tokens: Sequence[int]) -> None:
-        """Raises Unusable for an id that the model has no embedding for."""
+        """Raises Unusable if a token id has no embedding in the model."""
         vocab_size = self.limits.vocab_size
         unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise Unusable(
-                f"its context has the token id {unknown}, and the model has ids 0 to {vocab_size - 1}; expected a "
-                "model whose embeddings were resized when tokens were added to its tokenizer"
+                f"its context has the token id {unknown}, but the model has ids 0 to {vocab_size - 1}; resize the "
+                "model's embeddings if tokens were added to its tokenizer"
             )
 
     def _turn_limit(self, wanted: object) -> int | None:
-        """Returns the limit of tokens that an environment asks for. Raises Unusable if it is no number of tokens."""
+        """Returns the token limit requested by an environment. Raises Unusable if it is not a positive whole number."""
         if wanted is None:
             return None
         if isinstance(wanted, bool) or not hasattr(wanted, "__index__") or (limit := index(wanted)) < 1:
@@ -522,7 +541,7 @@ class EnvironmentEpisodes(Episodes):
         return min(limit, self.limits.max_response_tokens)
 
     def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: EpisodeEvent) -> Observed:
-        """The context that an environment with a tokenizer of its own gives for its next turn."""
+        """Returns the answer of an environment that gave the token ids of the whole context for its next turn."""
         self._by_ids.add(event.episode)
         limit = self._turn_limit(wanted.sampling.get("max_new_tokens"))
         if not sample.turns:

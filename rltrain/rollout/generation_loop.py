@@ -1,4 +1,4 @@
-"""The loop of a generate task, and how engines share prompts and agree on what is done."""
+"""The loop of a generate task. Engines share prompts and agree on the finished groups."""
 
 import time
 from collections.abc import Sequence
@@ -16,27 +16,30 @@ from rltrain.runtime.group_messages import broadcast_json
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
-# What the ranks of one engine do next: decided by the first of them, the leader, and told to the others.
+# Decisions of an engine's leader, its first rank. The leader shares them with the engine's other ranks.
 
 
 @dataclass(frozen=True)
 class LeaderDecision:
-    """Before the next decode step: take new weights, end the task, start these groups, go on after these answers and
-    with these turns that are asked for from outside, count these finished groups or drop them."""
+    """The actions of an engine before its next decode step.
+
+    With `sync` it joins a weight sync, with `done` it ends the task. It starts the groups `claims`, gives `answers` to
+    waiting samples, accepts the external turns of `mail`, and keeps or drops finished groups.
+    """
 
     sync: bool = False
     done: bool = False
     claims: tuple[int, ...] = ()
     answers: tuple[Observed, ...] = ()
     kept: tuple[int, ...] = ()
-    """Finished groups that count, by position."""
+    """Positions of finished groups that count."""
     dropped: tuple[int, ...] = ()
-    """Likewise those that do not."""
+    """Positions of finished groups that do not count."""
     mail: Mail | None = None
-    """None: a decode step has nothing to do for whoever is outside."""
+    """Requests from outside. None if a decode step need not handle any."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """Returns whether there is anything to do."""
         positions = any((self.claims, self.answers, self.kept, self.dropped))
         return self.sync or self.done or positions or self.mail is not None
 
@@ -45,44 +48,48 @@ _AS_JSON = TypeAdapter(LeaderDecision)
 
 
 class LeaderDecisions:
-    """Shares the leader's decisions over `group`, the engine's ranks on gloo; None where the engine has one rank."""
+    """Broadcasts the leader's decisions over `group`, the gloo group of the engine's ranks, or None for a single
+    rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.is_leader = group is None or group.rank() == 0
 
     def share(self, decision: LeaderDecision) -> LeaderDecision:
-        """The leader's decision, on every rank. Collective over: the engine's ranks."""
+        """Returns the leader's decision on every rank. Collective over: the engine's ranks."""
         if self.group is None:
             return decision
         told = broadcast_json(_AS_JSON.dump_python(decision, mode="json") if decision else None, self.group)
         return LeaderDecision() if told is None else _AS_JSON.validate_python(told)
 
 
-# Which groups of a stream of prompts make up a step, and which of them may be begun for it.
+# Rules for the groups of a step.
 
 
 @dataclass(frozen=True)
 class StreamRules:
-    """The first step takes the groups at the first per_step positions that are open in `done`, the next step those at
-    the next open ones, and so on. Where all steps share one log, a step takes the next per_step groups to get done,
-    whichever they are. A step is handed over in num_chunks equal chunks.
+    """Determines the groups of each step, and the groups that may be started during it.
+
+    Without a shared log, a step takes the groups at the next `per_step` positions that are open in `done`. With a
+    shared log, it takes the next `per_step` groups to finish, at any position. A step is handed over in `num_chunks`
+    equal chunks.
     """
 
     num_groups: int
-    """Of the whole stream that count."""
+    """Number of groups of the whole stream that count."""
     per_step: int
     num_chunks: int = 1
     shared_log: str | None = None
-    """Its name, where steps share one."""
+    """Name of the log shared by all steps. None if each step has its own."""
     done: Consumed = Consumed()
-    """The positions that the run begins with: their groups belong to the steps before the first one."""
+    """Positions consumed before the run begins. Their groups belong to the steps before its first one."""
     lead: int = 0
-    """Steps by which training may be behind what is drawn."""
+    """Steps by which training may be behind generation."""
     num_ahead: int = 0
-    """How many groups behind those of a step may be begun during it."""
+    """Number of groups of later steps that may be started during a step."""
     max_staleness: int | None = None
-    """They may if weights are so fresh that the next step could begin, which allows this much; None: always."""
+    """Groups of later steps may only start with weights fresh enough for the next step at this staleness. None:
+    always."""
 
     @property
     def first_step(self) -> int:
@@ -99,16 +106,18 @@ class StreamRules:
         return (self.num_groups // self.per_step - self.first_step) * self.num_chunks
 
     def log_of(self, position: int) -> str:
-        """The log that the group at `position` is entered in when it is done."""
+        """Returns the name of the log for the group at `position`."""
         return self._log(self.first_step + self.done.num_open_before(position) // self.per_step)
 
     def entries_of(self, step: int, chunk: int) -> tuple[str, int]:
-        """Where the groups of a chunk are entered: which log, and which chunk of it."""
+        """Returns (log, chunk of that log) of the groups of a step's chunk."""
         return self._log(step), chunk if self.shared_log is None else (step - self.first_step) * self.num_chunks + chunk
 
     def max_position(self, step: int, policy_version: int | None, num_dropped: int = 0) -> int:
-        """The first position that may not be begun during this step, with weights of this version, after so many
-        groups that were begun and do not count."""
+        """Returns the first position that may not be started during `step`.
+
+        `policy_version` is the version of the engine's weights. `num_dropped` groups were started and do not count.
+        """
         max_begun = (step + 1 - self.first_step) * self.per_step
         if self.max_staleness is None or self._is_fresh(policy_version, step + 1 - self.max_staleness):
             max_begun += self.num_ahead
@@ -123,13 +132,13 @@ class StreamRules:
         return self.shared_log or f"step {step}"
 
 
-# Which engine draws which prompt group. A group is named by its position in the stream of all prompts of the run.
+# Assignment of prompt groups to engines. A group is named by its position in the stream of all prompts of the run.
 
 
 class StaticAssignment:
-    """Position p goes to engine p mod num_engines, whatever the engines' speed: all of them at once, to be queued.
+    """Assigns position p to engine p mod num_engines, regardless of speed. All allowed positions are claimed at once.
 
-    A run that goes on does so at `start`, its engines beginning with positions before it that were `returned`.
+    A resumed run continues at `start`. Its engines first take the earlier positions `returned`.
     """
 
     def __init__(self, engine: int, num_engines: int, start: int = 0, returned: Sequence[int] = ()) -> None:
@@ -138,7 +147,8 @@ class StaticAssignment:
         self.returned = [*returned]
 
     def claim(self, room: int, max_position: int) -> list[int]:
-        """Positions below `max_position` for this engine alone, which has room for so many more groups."""
+        """Returns new positions below `max_position` for this engine. `room` is ignored, because extra groups wait in
+        the queue."""
         dealt = range(self.next, max_position, self.num_engines)
         self.next += len(dealt) * self.num_engines
         claimed = [position for position in self.returned if position < max_position]
@@ -147,19 +157,20 @@ class StaticAssignment:
 
 
 class SharedAssignment:
-    """Engines take the next position from a counter in the store whenever they have room: fast ones take more.
+    """Assigns positions from a counter in the store. An engine with free room takes the next one, so fast engines take
+    more.
 
-    A run that goes on does so at `start`, this engine beginning with positions before it that were `returned`.
+    A resumed run continues at `start`. This engine first takes the earlier positions `returned`.
     """
 
     def __init__(self, store: dist.Store, start: int = 0, returned: Sequence[int] = ()) -> None:
         self.store = dist.PrefixStore("deal", store)
         self.start = start
         self.held = [*returned]
-        """For this engine alone, and yet to be claimed: the last one lay beyond the max_position when it was taken."""
+        """Positions taken but not yet claimed. The last one may have been at or above `max_position` at the time."""
 
     def claim(self, room: int, max_position: int) -> list[int]:
-        """As `StaticAssignment`, no more than there is room for."""
+        """Returns new positions below `max_position` for this engine, at most `room` of them."""
         claimed: list[int] = []
         while len(claimed) < room:
             if not self.held:
@@ -174,33 +185,32 @@ class SharedAssignment:
 
 
 PromptAssignment = StaticAssignment | SharedAssignment
-"""One engine's share."""
+"""One engine's share of the prompt groups."""
 
 
-# The order in which prompt groups get done, over all engines: numbers drawn from a counter in the shared store.
+# The order in which all engines finish prompt groups, numbered by a counter in the shared store.
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One prompt group that some engine has completed."""
+    """One finished prompt group of any engine."""
 
     position: int
     """Its place in the stream of all prompts of the run."""
     num_tokens: int
-    """Of all its samples, prompts included."""
+    """Tokens of all its samples, prompts included."""
     num_response_tokens: int
     engine: int
-    """The number of the one that has it."""
+    """Number of its engine."""
     dropped: tuple[int, ...] = ()
-    """Positions of groups that its engine has dropped since the one before."""
+    """Positions of the groups dropped by its engine since its previous finished group."""
 
 
 class CompletionLog:
-    """A log per name; every `per_chunk` entries of it are a chunk, which any rank can read once it is full.
+    """Named logs of finished groups. Every `per_chunk` entries form a chunk, readable by any rank once it is full.
 
-    Engines that finish groups at the same time agree on who is first by one counter per log. A chunk's entry is
-    deleted once `num_readers` ranks have read it, and with the last of `chunks_per_log` the counter, which nobody looks
-    at any more.
+    One counter per log orders groups that several engines finish at the same time. A chunk's entry is deleted after
+    `num_readers` ranks have read it. The counter is deleted with the last of `chunks_per_log` chunks.
     """
 
     def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int) -> None:
@@ -210,11 +220,11 @@ class CompletionLog:
         self.chunks_per_log = chunks_per_log
         self.poll_s = poll_s(num_readers)
         self._num_known: dict[str, int] = {}
-        """Per log, the entries that this rank knows of: all of them, where nobody else makes any."""
+        """For each log, the number of entries known to this rank. It is exact if no other rank adds entries."""
         self._last_look = 0.0
 
     def add(self, log: str, finished: Finished) -> None:
-        """Append to the log."""
+        """Appends a finished group to a log."""
         self._num_known[log] = self.store.add(f"{log}/count", 1)
         number = self._num_known[log] - 1
         of_group = (finished.position, finished.num_tokens, finished.num_response_tokens, finished.engine)
@@ -222,8 +232,11 @@ class CompletionLog:
         self.store.append(f"{log}/{number // self.per_chunk}", entry)  # type: ignore[attr-defined]
 
     def is_full(self, log: str, chunk: int) -> bool:
-        """Whether the chunk's last number has been drawn: known at once where this rank drew it or a later one, found
-        in the store, which is looked into every `poll_s` at most, where another did."""
+        """Returns whether all entries of the chunk have been numbered.
+
+        This rank's own entries count at once. The store is asked for those of other ranks at most every `poll_s`
+        seconds.
+        """
         wanted, now = (chunk + 1) * self.per_chunk, time.monotonic()
         if self._num_known.get(log, 0) < wanted and now - self._last_look >= self.poll_s:
             self._last_look = now
@@ -231,7 +244,10 @@ class CompletionLog:
         return self._num_known.get(log, 0) >= wanted
 
     def read(self, log: str, chunk: int) -> list[Finished] | None:
-        """The groups of a full chunk by position, once per rank; None while an engine has yet to write its entry."""
+        """Returns the groups of a full chunk by position, or None while an engine has yet to write its entry.
+
+        Each rank reads a chunk once.
+        """
         if not self.store.check([f"{log}/{chunk}"]):
             return None
         text = self.store.get(f"{log}/{chunk}").decode()
@@ -260,15 +276,15 @@ def _read(entry: str) -> Finished:
     return Finished(position, num_tokens, num_response_tokens, engine, tuple(dropped))
 
 
-# The loop of a generate task: decode steps of one engine until the groups of a chunk are done on some engine.
+# The loop of a generate task. It decodes on one engine until all groups of a chunk are finished on any engine.
 
 
 @dataclass
 class GenerationLoop:
-    """One engine's part in drawing a stream of prompt groups, over many generate tasks.
+    """One engine's part in generating a stream of prompt groups, over many generate tasks.
 
-    Before every decode step the engine looks at all that it knows itself; the clock only limits how often it asks what
-    others have done. So one that is alone ends its tasks and begins its groups at the same decode steps in every run.
+    The engine checks its own state before every decode step. The clock only limits how often it asks for the state of
+    other engines. A single engine therefore starts groups and ends tasks at the same decode steps in every run.
     """
 
     groups: PromptGroups
@@ -279,26 +295,30 @@ class GenerationLoop:
     heartbeat: Heartbeat
     rules: StreamRules
     engine: int
-    """The number of this one."""
+    """Number of this engine."""
     ranks: Sequence[int]
-    """Of all engines."""
+    """Ranks of all engines."""
     in_flight: InFlightSync | NoInFlightSync = NoInFlightSync()
-    """New weights between decode steps."""
+    """Weight syncs between decode steps."""
     selection: Selection | None = None
-    """Which finished groups count; None: all."""
+    """Selects the finished groups that count. None if all count."""
     drawn: dict[int, SampleGroup] = field(default_factory=dict)
-    """Those that count and were not yet handed over, by position."""
+    """Finished groups that count and have not been handed over, by position."""
     consumed: Consumed = Consumed()
-    """By all engines."""
+    """Positions consumed by all engines together."""
     ahead: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The positions handed over for the last steps, by step. Training may not have reached these."""
+    """Positions handed over for the last `lead` steps, by step. Training may not have reached these."""
     longest_step_s: float = 0.0
-    """Of the decode steps since whoever reads it has set it to 0."""
+    """Longest decode step since a reader last set this to 0, in seconds."""
     episodes_wait_s: float = 0.0
-    """Likewise: how long the engine had nothing to decode, while samples waited for their episodes."""
+    """Time without samples to decode while episodes were awaited, since a reader last set this to 0, in seconds."""
 
     def run(self, step: int, chunk: int) -> tuple[list[Finished], list[SampleGroup]]:
-        """(all groups of the chunk by position, those of them that this engine drew). Collective over: the engine."""
+        """Generates until a chunk is complete. Returns (all groups of the chunk by position, the groups of this
+        engine).
+
+        Collective over: the engine's ranks.
+        """
         self.groups.start(())
         while True:
             decision = self.decisions.share(self._decide(step, chunk) if self.decisions.is_leader else LeaderDecision())
@@ -318,7 +338,10 @@ class GenerationLoop:
         return self._hand_over(step, chunk)
 
     def state(self) -> RolloutState:
-        """What is to go on elsewhere, or here: the next `run` does. Between two runs. Collective over: the engine."""
+        """Returns the state from which another engine, or the next `run` here, continues. Call it between two runs.
+
+        Collective over: the engine's ranks.
+        """
         if self.groups.episodes is not None:
             answers = LeaderDecision(answers=tuple(self.groups.episodes.settle()))
             for group in self.groups.answer(self.decisions.share(answers).answers):
@@ -332,11 +355,11 @@ class GenerationLoop:
 
     @property
     def done(self) -> Consumed:
-        """Returns the consumed positions that stay so in a run that goes on from here under another schedule."""
+        """Consumed positions that a run resumed under another schedule does not generate again."""
         return self.consumed.without([position for positions in self.ahead.values() for position in positions])
 
     def resume(self, state: RolloutState) -> None:
-        """Go on with this instead of from the beginning. Before the first run, on every rank of the engine."""
+        """Continues from a saved state. Call it before the first run, on every rank of the engine."""
         self.consumed, self.ahead = state.consumed, dict(state.ahead)
         self.groups.resume(state.begun)
         for group in state.drawn:
@@ -355,7 +378,6 @@ class GenerationLoop:
         self.heartbeat.advance()
 
     def _keep(self, group: SampleGroup) -> None:
-        """It is finished."""
         if self.selection is None:
             self._count(group)
         else:
@@ -369,12 +391,12 @@ class GenerationLoop:
             self.completion_log.add(self.rules.log_of(group.position), entry)
 
     def _decide(self, step: int, chunk: int) -> LeaderDecision:
-        """What to do now; with nothing left to decode, what to do as soon as there is something."""
+        """Returns the next decision of the leader. Waits for one if the engine has nothing to decode."""
         decision = self._look(step, chunk)
         if decision or self.groups.engine.num_unfinished:
             return decision
         log, number = self.rules.entries_of(step, chunk)
-        what, start = f"the last groups of {log}, chunk {number}", time.monotonic()
+        what, start = f"the last prompt groups of {log}, chunk {number}", time.monotonic()
         num_waiting = len(self.groups.waiting)
         if num_waiting:
             what = f"{num_waiting} episodes, and {what}"
@@ -404,7 +426,7 @@ class GenerationLoop:
 
     def _hand_over(self, step: int, chunk: int) -> tuple[list[Finished], list[SampleGroup]]:
         log, number = self.rules.entries_of(step, chunk)
-        what = f"the completion_log of {log}, chunk {number}"
+        what = f"the list of finished prompt groups of {log}, chunk {number}"
         every_s = self.completion_log.poll_s
         finished = poll(self.waiter, lambda: self.completion_log.read(log, number), what, self.ranks, every_s=every_s)
         if self.selection is not None:

@@ -1,4 +1,4 @@
-"""Prompt groups on one engine: their samples, guests, and which groups count for a step."""
+"""Prompt groups on one engine: their samples, turns requested from outside, and the choice of groups for a step."""
 
 import heapq
 import time
@@ -14,20 +14,22 @@ from rltrain.rollout.episodes import CURRENT_VERSION, Episodes, Observed, with_s
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll_s
 
-# Conversations that are to go on while the engine has no slot for them: which of them is next.
+# Conversations that are ready but have no slot in the engine yet.
 
 
 class ReadySamples:
-    """Those with the fewest turns made come first. They have most before them, so that conversations come to their
-    ends together, and environments' steps lie beside decode steps for longer: what nothing overlaps are the last ones.
+    """A queue of samples. Those with the fewest finished turns come first.
 
-    A turn made counts as much as `spread` samples that have come since. So whoever waits with t turns made is overtaken
-    by at most t * spread others, however many still come.
+    They have the most turns left. Conversations then end at similar times, and more environment steps overlap decode
+    steps.
+
+    A finished turn counts as much as `spread` samples that arrive later. So a sample with t turns is overtaken by at
+    most t * spread samples, however many arrive.
     """
 
     def __init__(self) -> None:
         self._queue: list[tuple[int, int, Sample]] = []
-        """(when its turn is, its number among all that ever came, sample)."""
+        """Entries are (priority, arrival number, sample)."""
         self._num_ever = 0
 
     def __len__(self) -> int:
@@ -39,70 +41,74 @@ class ReadySamples:
             self._num_ever += 1
 
     def take(self, count: int) -> list[Sample]:
-        """The next ones, at most so many."""
+        """Removes and returns the next samples, at most `count`."""
         return [heapq.heappop(self._queue)[-1] for _ in range(min(count, len(self._queue)))]
 
 
-# Turns that somebody asks an engine for from outside, beside the groups that it draws.
+# Turns requested from outside, beside the groups of the engine.
 
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """A pending sample whose next turn is to be drawn. Those that are under way at one time have distinct ids."""
+    """A pending sample with a requested turn. Samples requested at the same time have distinct ids."""
 
     sample: Sample
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
-    """Strings of the request's own that end the turn, beside those of `sampling`. They are looked for in what the turn
-    draws alone, and the tokens that spell one are part of the turn."""
+    """Stop strings of this request, added to those of `sampling`.
+
+    They are only matched within the text of the turn. The tokens of a match are part of the turn.
+    """
     is_watched: bool = False
-    """Whether its progress is to be told."""
+    """Whether the caller wants to see its progress."""
 
 
 @dataclass(frozen=True)
 class Mail:
-    """What was asked for since the last decode step. Equal on all ranks of the engine."""
+    """Requests since the last decode step. Equal on all ranks of the engine."""
 
     turns: tuple[PendingTurn, ...] = ()
     given_up: frozenset[int] = frozenset()
-    """Ids of samples whose turns came earlier, and that nobody waits for any more."""
+    """Ids of samples with requested turns that nothing waits for any more."""
     forgotten: frozenset[int] = frozenset()
-    """Ids of samples that have no further turn."""
+    """Ids of samples without a further turn."""
 
     def __bool__(self) -> bool:
         return bool(self.turns or self.given_up or self.forgotten)
 
 
 class Guests(Protocol):
-    """Such turns on one engine. Its ranks make equal calls in one order, but for `mail`, which is the first one's."""
+    """Turns requested from outside, on one engine. Its ranks make the same calls in the same order, except for
+    `mail`."""
 
     def mail(self) -> Mail | None:
-        """What has come since the last call, for the next decode step; None where that has nothing of theirs to do."""
+        """Returns the requests since the last call, or None if the next decode step has nothing to do. Only on the
+        first rank."""
         ...
 
     def begin_step(self, mail: Mail) -> None:
-        """Before a decode step: give the engine what there is."""
+        """Applies the requests to the engine. Called before a decode step."""
         ...
 
     def end_step(self, finished: Iterable[Sample]) -> list[Sample]:
-        """After it: take theirs of what has finished; the others."""
+        """Takes its own samples from the finished ones and returns the others. Called after a decode step."""
         ...
 
     def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
-        """The engine was suspended: take theirs of what it gave back; the others."""
+        """Takes its own samples from those of a suspended engine and returns the others."""
         ...
 
 
-# Prompt groups on one engine: a group is finished when all of its samples are.
+# Prompt groups on one engine. A group is finished when all of its samples are.
 
 
 class PromptGroups:
-    """What an engine has begun of the groups that `group_at` describes, and what it has finished of them.
+    """The groups started on an engine, as described by `group_at`.
 
-    With `episodes` samples are conversations: one that has ended a turn waits, and leaves its place in the engine to
-    others, until it is answered. A turn may have `max_turn_tokens`.
+    With `episodes` samples are conversations. After a turn a sample waits for its answer and frees its slot in the
+    engine for others. `max_turn_tokens` limits a turn.
 
-    Ranks of one engine make equal calls in one order.
+    The ranks of an engine make the same calls in the same order.
     """
 
     def __init__(
@@ -118,30 +124,31 @@ class PromptGroups:
         self.engine, self.sampling, self.group_at, self.num_samples = engine, sampling, group_at, num_samples
         self.episodes, self.max_turn_tokens, self.guests = episodes, max_turn_tokens, guests
         self.begun: dict[int, SampleGroup] = {}
-        """By position."""
+        """Started groups by position."""
         self.suspended: list[Sample] = []
         self.waiting: dict[int, Sample] = {}
-        """Samples that wait for their episodes, by id."""
+        """Samples waiting for their episodes, by id."""
         self.ready = ReadySamples()
-        """Samples that were answered, and for which the engine has no use yet: it has something to do then."""
+        """Answered samples that the busy engine cannot use yet."""
 
     @property
     def num_wanted(self) -> int:
-        """Groups that could start at once."""
+        """Number of groups that could start at once."""
         if self.episodes is not None:
-            return self._num_wanted_to_play
+            return self._num_wanted_conversations
         return self.engine.num_free_slots // self.num_samples or int(self.engine.num_unfinished == 0)
 
     @property
-    def _num_wanted_to_play(self) -> int:
-        """Samples that have yet to begin will take slots, those that wait for an answer have left theirs. What of a
-        group finds no slot takes the first that gets free: conversations leave and come one by one."""
+    def _num_wanted_conversations(self) -> int:
+        """Number of groups for the free slots, rounded up. Unstarted samples will take slots; samples waiting for an
+        answer hold none. The rest of a group takes the next slots to become free, because conversations come and leave
+        one by one."""
         num_beginning = sum(not sample.turns for sample in self.waiting.values())
         num_free = max(0, self.engine.num_free_slots - num_beginning - len(self.ready))
         return -(-num_free // self.num_samples)
 
     def start(self, positions: Sequence[int]) -> None:
-        """Begin these groups, after those that were suspended."""
+        """Starts the groups at `positions`, after the suspended samples."""
         samples, self.suspended = self.suspended, []
         for position in positions:
             group = self.begun[position] = self.group_at(position)
@@ -153,11 +160,11 @@ class PromptGroups:
             self.engine.submit(samples, self.sampling)
 
     def mail(self) -> Mail | None:
-        """What is asked for from outside, as `Guests` says; on the engine's first rank."""
+        """Returns the requests from outside (see `Guests.mail`). Called on the engine's first rank."""
         return None if self.guests is None else self.guests.mail()
 
     def step(self, mail: Mail | None = None) -> list[SampleGroup]:
-        """One decode step, with what is asked for from outside; the groups that it finished."""
+        """Makes one decode step with the requests of `mail`. Returns the groups finished by it."""
         if self.guests is not None:
             self.guests.begin_step(mail or Mail())
         drawn = self.engine.step()
@@ -175,13 +182,13 @@ class PromptGroups:
         return self._finished(failed)
 
     def answers(self) -> tuple[Observed, ...]:
-        """What waiting samples have been answered since the last call; on the engine's first rank."""
+        """Returns the answers to waiting samples since the last call. Called on the engine's first rank."""
         if self.episodes is None or not self.waiting:
             return ()
         return tuple(self.episodes.answers(engine_is_idle=self.engine.num_unfinished == 0))
 
     def answer(self, answers: Sequence[Observed]) -> list[SampleGroup]:
-        """Go on with the samples that were answered; the groups that this finished."""
+        """Continues the answered samples. Returns the groups finished by this."""
         pending, ended = [], []
         for answer in answers:
             first, *siblings = answer.applied_to(self.waiting.pop(answer.id), self.max_turn_tokens)
@@ -206,7 +213,7 @@ class PromptGroups:
             self.engine.submit(samples, self.sampling)
 
     def suspend(self) -> None:
-        """Leave the engine; the next `start` goes on with what is unfinished."""
+        """Takes all samples off the engine. The next `start` submits the unfinished ones again."""
         suspended = self.engine.suspend()
         if self.guests is not None:
             suspended = self.guests.take_back(suspended)
@@ -215,13 +222,15 @@ class PromptGroups:
             self.suspended.append(sample)
 
     def state(self) -> tuple[SampleGroup, ...]:
-        """Leave the engine as `suspend` does; what is begun, each sample with what it has drawn so far."""
+        """Suspends, and returns the started groups, each sample with its tokens so far."""
         self.suspend()
         return tuple(self.begun.values())
 
     def resume(self, state: Sequence[SampleGroup]) -> None:
-        """Go on with groups that were begun elsewhere: the next `start` submits what of them is unfinished. Episodes
-        that have not come along begin anew."""
+        """Continues groups that were started elsewhere. The next `start` submits their unfinished samples.
+
+        Episodes without a saved state begin again.
+        """
         for group in state:
             self.begun[group.position] = group
             if self.episodes is None:
@@ -258,7 +267,7 @@ class PromptGroups:
         episodes.act(waiting, truncated=sample.status == Status.TRUNCATED)
 
     def _fail(self, episodes: Episodes, sample: Sample) -> Sample:
-        """The engine could not draw the sample's turn to its end, which ends its episode."""
+        """Ends the episode of a failed sample. The engine could not finish its turn."""
         ended = replace(sample, turn_rewards=(*sample.turn_rewards, 0.0), turn_limit=None, goes_on=False)
         self._take(ended)
         episodes.fail(ended)
@@ -266,7 +275,7 @@ class PromptGroups:
         return self._end_episode(ended)
 
     def _end_episode(self, sample: Sample) -> Sample:
-        """The sample, worth what its whole episode was, as are the other trajectories of that."""
+        """Returns the sample with the reward of its whole episode. All trajectories of the episode get it."""
         position = self._position(sample)
         trajectories = self.begun[position].trajectories(sample.episode)
         if len(trajectories) == 1:
@@ -282,7 +291,7 @@ class PromptGroups:
         self.begun[position] = self.begun[position].without_siblings(sample.episode)
 
     def _versioned(self, sample: Sample) -> Sample:
-        """With the engine's version for tokens that came without one."""
+        """Returns the sample with the engine's version for tokens that came without one."""
         if CURRENT_VERSION not in sample.policy_versions:
             return sample
         version = self.engine.policy_version or 0
@@ -290,12 +299,12 @@ class PromptGroups:
         return replace(sample, policy_versions=tuple(known))
 
     def _finished(self, samples: Iterable[Sample]) -> list[SampleGroup]:
-        """The groups that these samples finish, which are finished."""
+        """Returns the groups that these samples complete."""
         positions = [self._take(sample) for sample in samples]
         return [self.begun.pop(position) for position in dict.fromkeys(positions) if self.begun[position].is_finished]
 
     def _take(self, sample: Sample) -> int:
-        """Put what came back into its group: the group's position."""
+        """Updates the sample in its group. Returns the group's position."""
         position = self._position(sample)
         self.begun[position] = self.begun[position].updated([sample])
         return position
@@ -304,55 +313,54 @@ class PromptGroups:
         return sample.episode // self.num_samples
 
 
-# Which of the groups that an engine has finished count for a step: those that a filter keeps, while it may drop.
+# Selection of finished groups. A filter keeps or drops them, up to a limit of drops per step.
 
 STEPS_COUNTED = 2
-"""What was dropped in steps before this one and the last is not kept: they are over on all engines."""
+"""Number of latest steps with kept drop counts. Earlier steps are over on all engines."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a filter makes of a group that is finished."""
+    """A filter's decision on a finished group."""
 
     position: int
     dropped_for: str | None
-    """The reason; None: it counts."""
+    """Reason for dropping the group. None if it counts."""
     record: str = ""
-    """What is to be known of a group that counts until it is handed over: its rewards, say."""
+    """Data of a counted group until it is handed over, such as its rewards."""
 
 
 class GroupFilter(Protocol):
-    """On an engine's first rank, which tells the others."""
+    """The filter on an engine's first rank. It decides for the other ranks."""
 
     def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> Iterable[Verdict]:
-        """Of those of `groups`, by position, that it knows by now; of each once. Never blocks."""
+        """Returns the decisions known so far on `groups`, given by position. Each is returned once. Never blocks."""
         ...
 
     def drop(self, group: SampleGroup, step: int, reason: str) -> None:
-        """The group was dropped in this step."""
+        """Notes that the group was dropped in this step."""
         ...
 
     def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        """It would have been, but no more may be dropped in this step."""
+        """Notes that the group would have been dropped, but the limit of this step is reached."""
         ...
 
 
 class DropCount:
-    """How many groups all engines have dropped in this job: of those that they finish in one step at most `limit`.
-    `num_engines` look how many.
-    """
+    """Counts the groups dropped by all engines in this job, at most `limit` in one step. `num_engines` engines poll the
+    count."""
 
     def __init__(self, store: dist.Store, limit: int, num_engines: int = 1) -> None:
         self.store = dist.PrefixStore("dropped", store)
         self.limit = limit
         self.poll_s = poll_s(num_engines)
         self._counted: list[int] = []
-        """Steps in which this engine has asked, whose counts are still there."""
+        """Steps with a counter in the store made by this engine."""
         self._known = 0
         self._last_look = 0.0
 
     def take(self, step: int) -> bool:
-        """Whether one more may be dropped in this step; then it is counted."""
+        """Returns whether one more group may be dropped in this step, and counts it if so."""
         if step not in self._counted:
             for over in [earlier for earlier in self._counted if earlier <= step - STEPS_COUNTED]:
                 self._counted.remove(over)
@@ -365,8 +373,8 @@ class DropCount:
 
     @property
     def total(self) -> int:
-        """Known at once where this rank dropped the last one; looked for every `poll_s` at most where another
-        did."""
+        """Groups dropped by all engines. This rank's own drops count at once. The store is asked for those of others at
+        most every `poll_s` seconds."""
         now = time.monotonic()
         if now - self._last_look >= self.poll_s:
             self._last_look = now
@@ -376,26 +384,26 @@ class DropCount:
 
 @dataclass
 class Selection:
-    """The groups of one engine that are finished and not yet decided on, and what is known of those that count.
+    """The undecided finished groups of one engine, and the data of its counted groups.
 
-    All ranks of the engine have the same groups; verdicts come from the first, where alone `filter` is set, before the
-    first decode step.
+    All ranks of the engine hold the same groups. The first rank decides. Only it has a `filter`, set before the first
+    decode step.
     """
 
     drops: DropCount
     filter: GroupFilter | None = None
     undecided: dict[int, SampleGroup] = field(default_factory=dict)
-    """By position, as they were finished."""
+    """Finished groups by position, in the order of finishing."""
     records: dict[int, str] = field(default_factory=dict)
-    """On the first rank: of groups that count and have not been handed over."""
+    """Data of counted groups until they are handed over, by position. Only on the first rank."""
     untold: list[int] = field(default_factory=list)
-    """Positions that were dropped here and that no entry of the completion log tells of."""
+    """Positions dropped on this engine and not yet reported in the completion log."""
     told: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By the position of a group that counts and has not been handed over: those of which its entry tells."""
+    """For each counted group not yet handed over: the dropped positions in its entry of the completion log."""
 
     def decide(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """On the first rank: positions (that count, that are dropped) of what is known by now."""
-        assert self.filter is not None, "whoever scores groups sets the filter before the first decode step"
+        """Returns (kept positions, dropped positions) of the decisions known so far. Called on the first rank."""
+        assert self.filter is not None, "the role that scores groups sets the filter before the first decode step"
         kept, dropped = [], []
         for verdict in self.filter.verdicts(self.undecided, step) if self.undecided else ():
             group, reason = self.undecided[verdict.position], verdict.dropped_for
@@ -410,23 +418,24 @@ class Selection:
         return tuple(kept), tuple(dropped)
 
     def apply(self, kept: Sequence[int], dropped: Collection[int]) -> list[SampleGroup]:
-        """The groups that count from now on."""
+        """Applies a decision of the first rank. Returns the groups that count."""
         for position in dropped:
             del self.undecided[position]
         self.untold += dropped
         return [self.undecided.pop(position) for position in kept]
 
     def tell(self, position: int) -> tuple[int, ...]:
-        """What was dropped since the last entry of the completion log, for that of the group at `position`."""
+        """Returns the positions dropped since the last entry of the completion log. They go into the entry of this
+        group."""
         self.told[position], self.untold = tuple(self.untold), []
         return self.told[position]
 
     def hand_over(self, positions: Iterable[int]) -> None:
-        """All engines have read the entries of these groups."""
+        """Notes that all engines have read the entries of these groups."""
         for position in positions:
             self.told.pop(position, None)
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """Positions that were dropped here and that other engines do not count as dropped yet."""
+        """Positions dropped on this engine and not yet counted as dropped by the others."""
         return (*chain.from_iterable(self.told.values()), *self.untold)

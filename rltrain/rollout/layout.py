@@ -1,4 +1,4 @@
-"""Where an engine keeps a checkpoint's tensors: SGLang's parameters, for every rank of a grid."""
+"""Layouts of engines: SGLang's parameters for every rank of a grid."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,27 +16,27 @@ from rltrain.reshard.megatron_layout import Chunk, ModelCutter, Side, TensorShar
 from rltrain.runtime.grid import Grid
 
 VOCAB_MULTIPLE = 64
-"""SGLang pads the vocabulary to a multiple of this before it splits it."""
+"""SGLang pads the vocabulary to a multiple of this before splitting it."""
 
 ARRIVING_BYTES = 512 * 2**20
-"""Of weights for an evaluation by engines of its own, that are on their devices at a time while another goes on."""
+"""Bytes of weights that arrive at once on engines of role evaluation while an evaluation is running."""
 
 ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the vocabulary over all tensor-parallel ranks."""
+    """Returns the number of vocabulary rows over all tensor-parallel ranks."""
     return round_up(round_up(vocab_size, VOCAB_MULTIPLE), tp)
 
 
 def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
-    """Every data-parallel replica of `grid` is one engine of `dtype`, split by tensor parallelism alone.
+    """Returns the layout of engines of `dtype`. Each data-parallel replica of `grid` is one tensor-parallel engine.
 
-    The ranks of an engine form `grid.ep` runs of consecutive ranks, to which experts are dealt out whole; the ranks of
-    a run cut each of its experts between them.
+    The ranks of an engine form `grid.ep` runs of consecutive ranks. Each run has whole experts, cut between its ranks.
 
-    `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them: they are then repeated.
-    `grid.ep` must divide `grid.tp` and the experts. ValueError where something does not divide.
+    `grid.tp` must divide the query heads. It must divide the KV heads or be a multiple of them, and the KV heads are
+    then repeated. `grid.ep` must divide `grid.tp` and the experts. Raises ValueError if any of these does not divide,
+    or if pp or cp is not 1.
     """
     if grid.pp != 1 or grid.cp != 1:
         raise ValueError(f"engines split by tensor parallelism alone; got pp = {grid.pp}, cp = {grid.cp}")
@@ -52,25 +52,25 @@ def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float
 
 @dataclass(frozen=True, eq=False)
 class EnginePart:
-    """Some parameters of a role's engines: `quantized` [tensors] of the `plain` layout's they hold in FP8."""
+    """Some parameters of a role's engines. `quantized` [tensors] marks the tensors of `plain` held in FP8."""
 
     plain: Layout
     quantized: BoolArray
     content: Literal["weights", "base", "adapters"] = "weights"
-    """What an update brings of the actor: its weights, with the adapters merged that it may have; or its base, which an
-    engine gets once, and its adapters."""
+    """The content of an update: the actor's weights with any adapters merged, its base weights (sent once), or its
+    adapters."""
 
     @cached_property
     def layout(self) -> Layout:
-        """As engines hold it, scales of blocks included."""
+        """Layout of the parameters as held by engines, with the scales of FP8 blocks."""
         return self.filled_from(self.plain).destination
 
     def filled_from(self, source: Layout) -> QuantizedLayouts:
-        """Both layouts of a reshard from `source`."""
+        """Returns both layouts of a reshard from `source`."""
         return quantized(source, self.plain, self.quantized)
 
     def held_bytes(self, rank: int) -> int:
-        """Of the parameters on a rank."""
+        """Returns the bytes of these parameters on a rank."""
         layout = self.layout
         types = parameter_types(layout, layout.parts[layout.ranks.index(rank)])
         return sum(
@@ -80,7 +80,7 @@ class EnginePart:
 
 
 def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
-    """All that a role's engines hold; of those that somebody else runs, all that its ranks are given for them."""
+    """Returns everything held by a role's engines. For servers at URLs, returns everything passed to its ranks."""
     served = config.served(role)
     if served.engine == "http":
         is_shared = served.http.weights == "folder"
@@ -92,38 +92,39 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
-    """All that engines of `dtype` hold, with `fp8` what can be in FP8 so."""
+    """Returns everything held by engines of `dtype`. With `fp8`, all tensors with FP8 support are quantized."""
     in_fp8 = quantizable_tensors(architecture)
     return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
 def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
-    """What a role's engines hold of low-rank adapters that are kept apart. `architecture` is the model's."""
+    """Returns the separate low-rank adapters held by a role's engines. `architecture` is the architecture of the
+    model."""
     lora = config.model.lora
-    assert lora is not None, "only a model with adapters has any to keep apart"
+    assert lora is not None, "only a model with adapters can keep them separate"
     adapted = architecture.adapted(lora.rank, lora.targets)
     plain = engine_layout(adapted, grid, dtype=config.model.dtype)
     return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
 
 
 def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> list[EnginePart]:
-    """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
+    """Returns `whole_engine` cut into parts of a size that an engine can receive. Equal on all ranks."""
     wholes, served = [whole_engine(config, architecture, grid, role)], config.served(role)
     if config.keeps_adapters_apart(role):
         wholes = [replace(wholes[0], content="base"), adapters_of_engine(config, architecture, grid, role)]
     if served.engine == "embedded":
-        return wholes  # its parameters are this process's own: there is nothing to bound
+        return wholes  # in this process, without staging memory to bound
     return [part for whole in wholes for part in in_parts(whole, staging_bytes(served))]
 
 
 def staging_bytes(served: Served) -> int:
-    """Of weights that are on their way to a server at a time."""
+    """Returns the bytes of weights in transfer to a server at once."""
     of_kind = served.http if served.engine == "http" else served.sglang
     return int(of_kind.staging_mb * 2**20)
 
 
 def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
-    """Of whole parameters, as many in each as `max_bytes` hold. Equal on all ranks."""
+    """Cuts an engine's parameters into parts of whole parameters with at most `max_bytes` each. Equal on all ranks."""
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
     parts = split(replace(whole.plain, types=as_held), max_bytes)
     return [
@@ -133,7 +134,7 @@ def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
 
 
 def _holds(layout: Layout) -> BoolArray:
-    """[tensors]: whether any rank of a layout has some of each."""
+    """Returns for each tensor whether any rank holds some of it, shape [tensors]."""
     held = np.zeros(len(layout.types), dtype=bool)
     for share in set(layout.parts):
         held[layout.part(share).pieces["tensor"]] = True
@@ -154,8 +155,10 @@ def _build(cutter: ModelCutter, tp: int, ep: int, index: int) -> RankLayout:
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:
-    """Rows of qkv_proj: this rank's query heads, with `gated_attention` each with its gate behind it, key heads, value
-    heads. None with latent attention."""
+    """Returns this rank's rows of qkv_proj: its query heads, key heads, then value heads. Empty with latent attention.
+
+    With `gated_attention` each query head is followed by its gate.
+    """
     head, num_kv_heads = architecture.head_dim, architecture.num_kv_heads
     first_query, num_queries = even_share(architecture.num_heads, index, tp, "attention heads")
     if architecture.mla:

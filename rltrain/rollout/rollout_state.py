@@ -1,4 +1,4 @@
-"""What of the stream of prompt groups crosses a checkpoint, and which row stands where in it."""
+"""The rollout's part of a checkpoint, and the row of each position in the stream of prompt groups."""
 
 import json
 from bisect import bisect_left, bisect_right
@@ -20,7 +20,7 @@ from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
-# What of the stream of prompt groups crosses a checkpoint, and how any number of engines go on with it.
+# State of the stream of prompt groups in a checkpoint, and its distribution to any number of engines.
 
 FORMAT = "rollout 6"
 TOKEN_FIELDS = {
@@ -29,21 +29,25 @@ TOKEN_FIELDS = {
     "policy_versions": torch.int64,
     "loss_mask": torch.bool,
 }
-"""Of a sample, with an entry per token of the response."""
+"""Fields of a sample with one entry per token of the response."""
 PROMPT_FIELDS = {"prompt": torch.int64}
-"""Of a sample: environments may begin those of one row in different words."""
+"""The prompt of a sample. Samples of one row can have different prompts if environments make them."""
 TURN_FIELDS = {"turns": torch.int64, "turn_rewards": torch.float64}
-"""Of a sample, with an entry per turn."""
+"""Fields of a sample with one entry per turn."""
 NUM_NUMBERS = 11
-"""Of a sample that stand in one row."""
+"""Numbers per sample, stored as one row."""
 NO_LIMIT = NO_PARENT = -1
 ROUTING = "routed_experts"
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """A set of positions of the stream: those whose groups have been handed over or dropped. It has all positions
-    below `below`, which it does not have, and those in `beyond`. All other positions are open."""
+    """The consumed positions of the stream. Their groups have been handed over or dropped. All other positions are
+    open.
+
+    All positions less than `below` are consumed, position `below` is open, and further consumed positions are in
+    `beyond`.
+    """
 
     below: int = 0
     beyond: frozenset[int] = frozenset()
@@ -60,7 +64,7 @@ class Consumed:
         return len(self) - self.num_dropped
 
     def after(self, positions: Iterable[int], dropped: Collection[int] = ()) -> "Consumed":
-        """With the groups at `positions` handed over too, and those at `dropped` dropped."""
+        """Returns the set with `positions` handed over and `dropped` dropped as well."""
         below, beyond = self.below, self.beyond.union(positions, dropped)
         while below in beyond:
             below += 1
@@ -68,17 +72,17 @@ class Consumed:
         return Consumed(below, frozenset(position for position in beyond if position > below), num_dropped)
 
     def without(self, positions: Collection[int]) -> "Consumed":
-        """Returns the set in which `positions`, whose groups were handed over, are open again."""
+        """Returns the set with these handed-over positions open again."""
         below = min((self.below, *positions))
         beyond = self.beyond.union(range(below, self.below)).difference(positions)
         return replace(self, below=below, beyond=beyond)
 
     def open_position(self, number: int) -> int:
-        """Returns the open position with so many open ones before it."""
+        """Returns the open position with `number` open positions before it."""
         return self.below + number + bisect_right(self._open_before, number)
 
     def num_open_before(self, position: int) -> int:
-        """Returns how many open positions there are before an open one."""
+        """Returns the number of open positions before an open one."""
         return position - self.below - bisect_left(self._sorted_beyond, position)
 
     @cached_property
@@ -87,33 +91,34 @@ class Consumed:
 
     @cached_property
     def _open_before(self) -> list[int]:
-        """Counts the open positions before each position in `beyond`, in ascending order."""
+        """For each position in `beyond`, in ascending order, the number of open positions before it."""
         return [position - self.below - number for number, position in enumerate(self._sorted_beyond)]
 
 
 @dataclass(frozen=True)
 class RolloutState:
-    """What one engine leaves between two of its tasks: groups that it has begun, groups that it has drawn and not
-    handed over, and which groups of the stream all engines together have handed over. Where finished groups are
-    selected: of those that were drawn and count, by position, what else is known, and positions that this engine has
-    dropped and that are not among the consumed yet."""
+    """The state of one engine between two of its tasks.
+
+    It has the started groups, the finished groups not yet handed over, and the positions consumed by all engines
+    together. With selection of groups, `records` has the data of finished groups that count, by position. `unseen` has
+    positions dropped by this engine and not yet in `consumed`.
+    """
 
     consumed: Consumed = Consumed()
     ahead: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The consumed positions that were handed over for the last steps, by step. Training may not have reached these."""
+    """Consumed positions handed over for the last steps, by step. Training may not have reached these."""
     begun: tuple[SampleGroup, ...] = ()
     drawn: tuple[SampleGroup, ...] = ()
     records: Mapping[int, str] = field(default_factory=dict)
     unseen: tuple[int, ...] = ()
 
     def trained_before(self, step: int) -> "RolloutState":
-        """Returns the state for a run that draws all groups of `step` and of later steps again. What was dropped stays
-        dropped."""
+        """Returns the state for a run that generates all groups from `step` on again. Dropped groups stay dropped."""
         again = {position for of, positions in self.ahead.items() if of >= step for position in positions}
         return RolloutState(self.consumed.without(again), unseen=self.unseen)
 
     def contents(self) -> Contents:
-        """As a file: a row of numbers per group and per sample, and all tokens end to end."""
+        """Returns the contents of a file: one row of numbers per group and per sample, and all tokens concatenated."""
         groups = [*self.begun, *self.drawn]
         samples = [sample for group in groups for sample in group.samples]
         tensors = {
@@ -131,12 +136,12 @@ class RolloutState:
 
     @classmethod
     def from_contents(cls, contents: Contents) -> "RolloutState":
-        """The inverse. Raises CheckpointError for another format."""
+        """Decodes the result of `contents`. Raises CheckpointError if it has another format."""
         found = contents.metadata.get("format")
         if found != FORMAT:
             raise CheckpointError(
-                f"The rollout's state in a checkpoint has format {found!r}; expected {FORMAT!r}. Go on with the "
-                "version of rltrain that saved it, or start anew with checkpoint.resume: none."
+                f"The rollout's state in a checkpoint has format {found!r}; expected {FORMAT!r}. Continue with "
+                "the version of rltrain that saved it, or start over with checkpoint.resume: none."
             )
         below, num_dropped, *beyond = contents.tensors["consumed"].tolist()
         groups = [*_read_groups(contents.tensors)]
@@ -155,8 +160,11 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class EngineStart:
-    """What one engine begins with: `returned` are positions before `next_position` that nobody has begun, for this
-    engine to begin first; from `next_position` on the stream is dealt out."""
+    """The starting state of one engine.
+
+    The engine first takes the `returned` positions. They are below `next_position` and no engine has started them.
+    Positions from `next_position` on are assigned to engines as usual.
+    """
 
     state: RolloutState = RolloutState()
     next_position: int = 0
@@ -164,18 +172,18 @@ class EngineStart:
 
     @classmethod
     def at(cls, position: int) -> "EngineStart":
-        """Where all groups below `position` have been handed over and nothing else has been begun."""
+        """Returns the start with all groups below `position` handed over and nothing else started."""
         return cls(RolloutState(Consumed(position)), position)
 
 
 def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineStart]:
-    """The starts of `num_engines` engines that go on with what len(saved) engines left, by engine.
+    """Distributes the saved states of len(saved) engines to `num_engines` engines. Returns one start per engine.
 
-    The group at position p goes to engine p mod num_engines, as a static assignment has it: so an equal number of
-    engines gets what it had. Raises CheckpointError where `saved` cannot be of one run and one step.
+    The group at position p goes to engine p mod num_engines, as in StaticAssignment. With an equal number of engines
+    each gets its own state back. Raises CheckpointError if the states cannot be from one run and one step.
     """
     if len({(state.consumed, *sorted(state.ahead.items())) for state in saved}) != 1:
-        raise _damaged(f"{len(saved)} engines that do not agree on what has been handed over")
+        raise _damaged(f"{len(saved)} engines that disagree on the groups handed over")
     consumed = saved[0].consumed.after((), [position for state in saved for position in state.unseen])
     records = {position: record for state in saved for position, record in state.records.items()}
     begun = sorted(chain.from_iterable(state.begun for state in saved), key=lambda group: group.position)
@@ -183,7 +191,7 @@ def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineSta
     found = Counter(group.position for group in (*begun, *drawn))
     twice = sorted(position for position, count in found.items() if count > 1 or position in consumed)
     if twice:
-        raise _damaged(f"more than once the groups at positions {twice}")
+        raise _damaged(f"the groups at positions {twice} more than once")
     next_position = max([consumed.below - 1, *consumed.beyond, *found]) + 1
     returned = [p for p in range(consumed.below, next_position) if p not in consumed and p not in found]
     return [
@@ -210,7 +218,7 @@ def _damaged(what: str) -> CheckpointError:
 
 
 def _numbers(sample: Sample) -> tuple[int, ...]:
-    """A row of the file; the inverse is `_read_sample`."""
+    """Returns a sample's row of numbers. The inverse is `_read_sample`."""
     limit = NO_LIMIT if sample.turn_limit is None else sample.turn_limit
     lengths = (len(sample.prompt), len(sample.tokens), len(sample.turns), len(sample.turn_rewards))
     parent = NO_PARENT if sample.parent is None else sample.parent
@@ -219,7 +227,7 @@ def _numbers(sample: Sample) -> tuple[int, ...]:
 
 
 def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sample:
-    """`values` are those of each field from this sample's on."""
+    """Reads one sample. `values` are iterators over each field, positioned at this sample."""
     number, seed, status, limit, goes_on, parent, routed, num_prompt, num_tokens, *num_turns = row
     lengths = {"prompt": num_prompt} | dict.fromkeys(TOKEN_FIELDS, num_tokens)
     lengths |= dict(zip(TURN_FIELDS, num_turns, strict=True))
@@ -246,7 +254,7 @@ def _read_groups(tensors: Mapping[str, Tensor]) -> Iterator[SampleGroup]:
 
 
 def _routing_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """The experts of all samples' tokens that have any, [tokens, layers, top_k], end to end."""
+    """Returns the recorded experts of all samples with routing, concatenated, shape [tokens, layers, top_k]."""
     found = [sample.routing.experts for sample in samples if sample.routing]
     return {ROUTING: torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, 0, 0, dtype=torch.int8)}
 
@@ -255,32 +263,34 @@ def _integers(values: Iterable[int]) -> Tensor:
     return torch.tensor([*values], dtype=torch.int64)
 
 
-# What the role reward tells engines of the prompts of training steps, and when engines agree to heed it.
+# Outcomes of training prompts, sent by role reward to the engines.
 
 
 class OutcomeLog:
-    """In the shared store. What is there is deleted once `num_readers` ranks have read it."""
+    """Outcomes of steps in the shared store. An entry is deleted after `num_readers` ranks have read it."""
 
     def __init__(self, store: dist.Store, num_readers: int) -> None:
         self.store = dist.PrefixStore("outcomes", store)
         self.num_readers = num_readers
 
     def put(self, step: int, outcomes: Outcomes) -> None:
-        """All of a step's. By one rank."""
+        """Stores all outcomes of a step. Called by one rank."""
         self.store.set(f"step {step}", json.dumps([[row, *counts] for row, counts in outcomes.items()]))
 
     def has(self, step: int) -> bool:
         return bool(self.store.check([f"step {step}"]))
 
     def read(self, step: int) -> Outcomes:
-        """Those of a step that has them, once per rank."""
+        """Returns the outcomes of a step. Only valid after `has` is True, once per rank."""
         text = self.store.get(f"step {step}")
         self._count_reader(f"step {step}")
         return {row: (solved, drawn) for row, solved, drawn in json.loads(text)}
 
     def agree(self, window: int, step: int) -> int:
-        """In which step's generate task a window of the stream is drawn: `step`, or what the first rank to ask said.
-        Once per rank."""
+        """Returns the generate task's step in which a window of the stream was ordered.
+
+        This is the `step` of the first rank to ask. Each rank asks once per window.
+        """
         agreed = int(self.store.compare_set(f"window {window}", "", str(step)))
         self._count_reader(f"window {window}")
         return agreed
@@ -291,20 +301,20 @@ class OutcomeLog:
             self.store.delete_key(f"{key}/read")
 
 
-# Which row of the training prompts stands at which position of the stream, as every rank of the rollout has it.
+# The row of training prompts at each position of the stream, equal on all ranks of the rollout.
 
 Serve = Callable[[], None] | None
 
 
 class FixedRows:
-    """A function of the position alone, whose first row stands at position `first`. All ranks have the same row at a
-    position, whenever they ask."""
+    """Rows that depend on the position alone. The first row is at position `first`. All ranks get equal rows at any
+    time."""
 
     def __init__(self, order: RowOrder, first: int = 0) -> None:
         self.order, self.first = order, first
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
-        """Nothing changes as tasks begin."""
+        """Does nothing, because the rows do not depend on the task."""
 
     def row(self, position: int) -> int:
         return self.order.row(position - self.first)
@@ -317,27 +327,31 @@ class FixedRows:
 
 
 class SolvedRateRows:
-    """By how often prompts are solved. Windows of as many positions as a step takes are drawn one after the other, each
-    when the first of its positions is begun on any engine, in the generate task of step g, say: from the outcomes of
-    all steps up to g - lead - 1, which training has left behind by then in every order. Which g that was, ranks agree
-    on through the store; what follows from it each rank works out.
+    """Rows chosen by how often their prompts are solved.
+
+    The stream is ordered in windows of one step's positions. A window is ordered when any engine starts the first of
+    its positions, in the generate task of some step g. It uses the outcomes of all steps up to g - lead - 1. In every
+    order training has passed these steps by then. Ranks agree on g through the store, and each rank computes the rest
+    alone.
     """
 
     def __init__(
         self, order: SolvedRateOrder, log: OutcomeLog, *, lead: int, scoring: int, waiter: Waiter, first_window: int
     ) -> None:
-        """`scoring` is the rank that tells outcomes. The stream begins with window `first_window`."""
+        """`scoring` is the rank that stores outcomes. The stream begins with window `first_window`."""
         self.order, self.log, self.lead, self.scoring, self.waiter = order, log, lead, scoring, waiter
         self.order.begin_at(first_window)
         self.step = first_window
         self.num_read = first_window
-        """Steps before this one have been read, or were never told."""
+        """Outcomes of earlier steps have been read, or never existed."""
         self.unheeded: dict[int, Outcomes] = {}
-        """Of these, those that no window was drawn from yet."""
+        """Outcomes already read and not yet used for a window, by step."""
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
-        """The step's generate task begins, when all engines together have `consumed` this of the stream. Nobody will
-        ask for the rows at positions that are `done`."""
+        """Begins the generate task of `step`. `consumed` are the positions consumed by all engines together.
+
+        Rows at positions in `done` will not be requested again.
+        """
         self.step = step
         self._read_before(step - self.lead, serve)
         begun = max((consumed.below - 1, *consumed.beyond))
@@ -354,7 +368,7 @@ class SolvedRateRows:
     def _draw_through(self, window: int) -> None:
         while self.order.next_window <= window:
             end = self.log.agree(self.order.next_window, self.step) - self.lead
-            self._read_before(end, None)  # another rank has, if it is ahead of this one
+            self._read_before(end, None)  # available, since a rank ahead of this one has read it
             for step in sorted(step for step in self.unheeded if step < end):
                 self.order.learn(self.unheeded.pop(step))
             self.order.draw()
@@ -368,7 +382,8 @@ class SolvedRateRows:
             self.num_read += 1
 
     def state(self) -> Contents | None:
-        """For `resume` on all ranks: tensors [rows] of what is known, and [windows, per_window] of what is drawn."""
+        """Returns the state for `resume`: tensors [rows] of the outcomes, and the ordered windows [windows,
+        per_window]."""
         order = self.order
         windows = np.array([*order.windows.values()], np.int64).reshape(-1, order.per_window)
         unheeded = {step: [[row, *counts] for row, counts in of.items()] for step, of in self.unheeded.items()}
@@ -384,17 +399,19 @@ class SolvedRateRows:
         return Contents(tensors, {})
 
     def resume(self, saved: Sequence[Contents]) -> None:
-        """Go on with what the engines of a run have left, of whom the one that has drawn most knows what the others do.
-        CheckpointError where it is of other rows.
+        """Continues from the states of a run's engines. The engine with the most windows knows everything known to the
+        others.
+
+        Raises CheckpointError if the states are for other rows.
         """
         tensors: Mapping[str, torch.Tensor] = max((one.tensors for one in saved), key=lambda of: int(of["next"][0]))
         order, rates = self.order, self.order.rates
         num_rows, num_places = len(tensors["rates"]), len(tensors["places"])
         if num_rows != len(rates.rates) or num_places != len(order.places):
             raise CheckpointError(
-                f"The checkpoint knows how often prompts of {num_rows} rows in {num_places} sources are solved; "
-                f"data.train has {len(rates.rates)} rows in {len(order.places)}. Go on with the data that it was "
-                "saved with, or without data.solved_rate."
+                f"The checkpoint has solved rates of {num_rows} rows in {num_places} sources, but data.train has "
+                f"{len(rates.rates)} rows in {len(order.places)} sources. Continue with the same data, or remove "
+                "data.solved_rate."
             )
         rates.rates, rates.streaks = tensors["rates"].numpy().copy(), tensors["streaks"].numpy().copy()
         order.places = tensors["places"].tolist()

@@ -1,14 +1,13 @@
-"""A sample: one response on its way from a prompt to training, in every state of it; and the samples of one prompt.
+"""Samples and prompt groups of the rollout. A sample is one prompt with its response, from the first token to training.
 
-Engines draw samples, the stream groups them, checkpoints of the rollout hold them, packing makes experience of them.
+Engines generate samples, the generation loop groups them, checkpoints store them, and `pack_groups` makes experience of
+them. Their numbers have these names:
 
-What is numbered, and by which name:
-
-- `position`: a group's place in the stream of all prompts of a run;
-- `row`: the prompt's place in the prompt file, which comes up again in every epoch (`prompt_ids` of an Experience);
-- `id`: a sample's own number in the stream, position * samples_per_prompt + 0, 1, ... (`sample_ids`); further
-  trajectories of its episode, where it has several, are SIBLINGS_APART;
-- `group_ids`, of an Experience alone: a group's place among those of its chunk, by position; `pack_groups` makes them.
+- `position`: a group's place in the stream of all prompts of a run.
+- `row`: the prompt's line in the prompt file, repeated in every epoch (`prompt_ids` in an Experience).
+- `id`: the sample's number in the stream, position * samples_per_prompt + 0, 1, ... (`sample_ids`). Further
+  trajectories of an episode add multiples of SIBLINGS_APART.
+- `group_ids`, only in an Experience: a group's place among the groups of its chunk, by position. Made by `pack_groups`.
 """
 
 import base64
@@ -26,32 +25,32 @@ from torch import Tensor
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.models.routing_shape import RoutingShape
 
-# Seeds of samples: pure functions of what is drawn, never of where.
+# Seeds of samples. They depend on the sample alone, not on its engine.
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit reaches every output bit."""
+    """Applies the splitmix64 finaliser, a bijection of 64-bit integers. Every input bit affects every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def request_seed(seed: int, step: int, row: int, sample: int) -> int:
-    """Seed of one response, in [0, 2**63): the same on every rank and in every engine."""
+    """Returns the seed of one response, in [0, 2**63). It is the same on every rank and in every engine."""
     state = 0
     for part in (seed, step, row, sample):
         state = mix64((state + _GOLDEN + part) & _MASK)
     return state >> 1
 
 
-# Which experts an engine routed the tokens of a sample to.
+# Expert choices recorded by an engine.
 
 
 def _written(experts: np.ndarray) -> tuple[tuple[int, ...], str, str]:
-    """For JSON; the inverse is `_read`."""
+    """Encodes expert ids for JSON. The inverse is `_read`."""
     return experts.shape, experts.dtype.str, base64.b64encode(experts.tobytes()).decode()
 
 
@@ -63,17 +62,18 @@ def _read(written: Any) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class RecordedRouting:
-    """Of the first tokens of a sample's context, in each layer that has experts: `experts` [tokens, layers, top_k] int8
-    or int16.
+    """The experts chosen for the first tokens of a sample's context, as recorded by the engine.
 
-    Each token's is of the forward pass that fed it for the first time: what follows it was drawn by that. Where keys
-    and values are given up and computed anew, under other weights perhaps, what was recorded stays.
+    `experts` has shape [tokens, layers, top_k] and dtype int8 or int16. It covers the layers with experts.
+
+    A token's record comes from the first forward pass over it, because its next token was sampled from that pass. The
+    record stays if keys and values are dropped and recomputed later, even under other weights.
     """
 
     experts: Annotated[np.ndarray, PlainValidator(_read), PlainSerializer(_written, when_used="json")]
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return len(self.experts)
 
     def __eq__(self, other: object) -> bool:
@@ -83,39 +83,40 @@ class RecordedRouting:
         return hash(self.experts.shape)
 
     def followed_by(self, other: "RecordedRouting") -> "RecordedRouting":
-        """Of the tokens of both."""
+        """Returns the routing of this one's tokens followed by those of `other`."""
         return RecordedRouting(np.concatenate([self.experts, other.experts]))
 
     def first(self, num_tokens: int) -> "RecordedRouting":
-        """Of no more than so many tokens."""
+        """Returns the routing of at most the first `num_tokens` tokens."""
         return RecordedRouting(self.experts[:num_tokens])
 
 
 class Status(IntEnum):
-    """How far a sample has come; the numbers stand in files."""
+    """State of a sample. The numbers are part of file formats."""
 
     PENDING = 0
-    """There is more to draw."""
+    """There are more tokens to generate."""
     STOPPED = 1
     """A stop token or a stop string ended it."""
     TRUNCATED = 2
-    """It was cut by the limit on tokens."""
+    """A limit on tokens ended it."""
     ABORTED = 3
-    """It was given up before its end, by a limit of time or turns say."""
+    """It was given up early, for example at a limit of time or turns."""
     FAILED = 4
-    """What it was drawn for failed: its environment, say."""
+    """Its environment or another part of its generation failed."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and as much of its response as exists. `seed` fixes its random numbers, whichever engine or batch it is
-    in. `tokens`, `logprobs`, `policy_versions` and `loss_mask` have one entry per token of the response.
+    """A prompt and the response tokens generated so far. `seed` fixes the random numbers, in any engine and batch.
 
-    A pending sample goes on after its tokens as if it had never stopped: prompt and tokens are its context, the next
-    token takes the next random number, and limits on the response count the tokens that exist.
+    `tokens`, `logprobs`, `policy_versions` and `loss_mask` have one entry per token of the response.
 
-    A conversation is a sample whose model draws several turns: whoever answers one adds the answer by `observed`, and
-    the next turn follows.
+    A pending sample continues after its tokens as if it had never stopped. Prompt and tokens are its context, the next
+    token takes the next random number, and existing tokens count towards the limits of the response.
+
+    A conversation is a sample with several turns of the model. The answer to a turn is added by `observed`, and the
+    next turn follows it.
     """
 
     id: int
@@ -123,25 +124,27 @@ class Sample:
     seed: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the tempered but untruncated distribution (temperature 1 when greedy): what training recomputes."""
+    """Log-probs under the tempered but untruncated distribution (temperature 1 when greedy), as recomputed in
+    training."""
     policy_versions: tuple[int, ...] = ()
-    """The engine's at the decode step that drew the token, 0 for one that was observed: weights may change within a
+    """The engine's policy version at the decode step of each token, 0 for observed tokens. It can change within a
     response."""
     loss_mask: tuple[bool, ...] = ()
-    """Whether the model drew the token: only those are trained on."""
+    """Whether the model generated the token. Only these tokens are trained on."""
     status: Status = Status.PENDING
     turns: tuple[int, ...] = ()
-    """Of each turn that has ended how many tokens there were then: its last token stands before that index."""
+    """For each finished turn, the number of response tokens at its end. The index of its last token is one less."""
     turn_rewards: tuple[float, ...] = ()
-    """Of the first turns; what has none yet stands behind."""
+    """Rewards of the first turns, in order. Later turns have no reward yet."""
     turn_limit: int | None = None
-    """The response may have so many tokens at the end of the present turn; None: no limit of the turn's own."""
+    """Most tokens of the response at the end of the present turn. None if the turn has no limit."""
     goes_on: bool = False
-    """Whether it may come back to an engine after the present turn, which keeps its keys and values if it can."""
+    """Whether the sample may return to the engine after the present turn. The engine then keeps its keys and values if
+    it can."""
     parent: int | None = None
-    """The trajectory of the same episode from which this one branched, by id."""
+    """Id of the trajectory of the same episode from which this one branched."""
     routing: RecordedRouting | None = None
-    """Of the tokens that an engine which records it has fed: the last one drawn is not among them."""
+    """Routing of the tokens processed by a recording engine. It excludes the last generated token."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions) == len(self.loss_mask):
@@ -150,7 +153,9 @@ class Sample:
                 f"policy_versions and {len(self.loss_mask)} entries of loss_mask; expected one of each per token"
             )
         if len(self.turn_rewards) > len(self.turns):
-            raise ValueError(f"{len(self.turn_rewards)} turn_rewards for {len(self.turns)} turns that have ended")
+            raise ValueError(
+                f"{len(self.turn_rewards)} turn_rewards for {len(self.turns)} finished turns; expected at most one each"
+            )
 
     @property
     def is_finished(self) -> bool:
@@ -158,12 +163,12 @@ class Sample:
 
     @property
     def episode(self) -> int:
-        """The id of its episode's first trajectory."""
+        """Id of the first trajectory of its episode."""
         return self.id % SIBLINGS_APART
 
     @property
     def waits(self) -> bool:
-        """Whether its last turn has yet to be answered, of a conversation that is pending."""
+        """Whether it is a pending conversation with an unanswered last turn."""
         return not self.is_finished and len(self.turn_rewards) < len(self.turns)
 
     @property
@@ -173,17 +178,17 @@ class Sample:
 
     @property
     def turn_tokens(self) -> tuple[int, ...]:
-        """What the model has drawn of the present turn: the tokens after the last turn and what was observed then."""
+        """Tokens generated by the model in the present turn, after the last turn and its observation."""
         return self._turn_within(self.turns[-1] if self.turns else 0, len(self.tokens))
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """What the model drew in the turn that ended last."""
+        """Tokens generated by the model in the last finished turn."""
         previous, end = (0, *self.turns)[-2:] if self.turns else (0, 0)
         return self._turn_within(previous, end)
 
     def _turn_within(self, begin: int, end: int) -> tuple[int, ...]:
-        """Of the tokens from `begin` to `end` those behind what was observed."""
+        """Returns the tokens from `begin` to `end` without the observed tokens before them."""
         observed = next((i for i in range(end, begin, -1) if not self.loss_mask[i - 1]), begin)
         return self.tokens[observed:end]
 
@@ -194,7 +199,7 @@ class Sample:
         policy_versions: Sequence[int],
         status: Status = Status.PENDING,
     ) -> "Sample":
-        """With these tokens after those that it has, all drawn by the model. Any status but pending ends a turn."""
+        """Returns the sample with further tokens generated by the model. Any status but pending ends a turn."""
         num_tokens = len(self.tokens) + len(tokens)
         return replace(
             self,
@@ -207,13 +212,15 @@ class Sample:
         )
 
     def routed(self, experts: np.ndarray) -> "Sample":
-        """With the routing of tokens that follow those whose routing it has."""
+        """Returns the sample with the routing of the tokens after those already recorded."""
         new = RecordedRouting(experts)
         return replace(self, routing=self.routing.followed_by(new) if self.routing else new)
 
     def observed(self, tokens: Sequence[int], *, turn_limit: int | None = None) -> "Sample":
-        """Pending, with these tokens after those that it has, none drawn by the model: what an environment answered.
-        `turn_limit` is the next turn's."""
+        """Returns the pending sample with observed tokens appended, such as the answer of an environment.
+
+        They are not trained on. `turn_limit` is the limit of the next turn.
+        """
         count = len(tokens)
         return replace(
             self,
@@ -226,7 +233,8 @@ class Sample:
         )
 
     def first(self, num_tokens: int) -> "Sample":
-        """Pending, with so many tokens of the response, and the turns that ended before."""
+        """Returns the sample as it was after `num_tokens` tokens of the response: pending, with the turns ended before
+        that."""
         turns = tuple(end for end in self.turns if end < num_tokens)
         return replace(
             self,
@@ -243,7 +251,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """The samples of one prompt."""
+    """All samples of one prompt."""
 
     position: int
     row: int
@@ -263,7 +271,7 @@ class SampleGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and responses."""
+        """Number of prompt and response tokens of all samples."""
         return sum(len(sample.context) for sample in self.samples)
 
     @property
@@ -271,28 +279,31 @@ class SampleGroup:
         return sum(len(sample.tokens) for sample in self.samples)
 
     def updated(self, samples: Iterable[Sample]) -> "SampleGroup":
-        """With `samples` in the place of those of the same ids, and behind them those of new ids."""
+        """Returns the group with `samples` replacing those of equal ids. Samples with new ids are appended."""
         new = {sample.id: sample for sample in samples}
         kept = [new.pop(sample.id, sample) for sample in self.samples]
         return replace(self, samples=(*kept, *new.values()))
 
     def trajectories(self, episode: int) -> tuple[Sample, ...]:
-        """Those of the episode."""
+        """Returns the trajectories of an episode."""
         return tuple(sample for sample in self.samples if sample.episode == episode)
 
     def without_siblings(self, episode: int) -> "SampleGroup":
-        """The first trajectory of the episode alone, and all other episodes."""
+        """Returns the group with only the first trajectory of `episode`. Other episodes are kept whole."""
         return replace(self, samples=tuple(s for s in self.samples if s.episode != episode or s.id == episode))
 
 
-# Groups that an engine has drawn, as experience.
+# Conversion of groups to experience.
 
 
 def pack_groups(
     groups: Sequence[SampleGroup], of_chunk: Sequence[int], routing: RoutingShape | None = None
 ) -> Experience:
-    """The samples of `groups`, which are some of those at the positions `of_chunk`, where their group ids are their
-    places; with `routing` the experts that an engine has recorded, too. No groups give an experience of no samples."""
+    """Returns the samples of `groups` as an Experience. Without groups it has no samples.
+
+    `of_chunk` has the positions of all groups of the chunk; a group id is an index into it. With `routing` the
+    experience also has the recorded experts.
+    """
     place = {position: index for index, position in enumerate(of_chunk)}
     samples = [sample for group in groups for sample in group.samples]
     routed = {} if routing is None else {"routed_experts": routing.packed(_routed_experts(samples, routing))}
@@ -313,12 +324,12 @@ def pack_groups(
 
 
 def _trained_on(sample: Sample) -> Sequence[bool]:
-    """Nothing of a sample whose episode has failed: what it was worth is not known."""
+    """Returns the mask of tokens to train on. It is all False for a failed sample, because its reward is unknown."""
     return [False] * len(sample.tokens) if sample.status == Status.FAILED else sample.loss_mask
 
 
 def _turn_rewards(sample: Sample) -> Sequence[float]:
-    """Each turn's at its last token."""
+    """Returns a reward per token: each turn's reward at its last token, 0 elsewhere."""
     rewards = [0.0] * len(sample.tokens)
     for end, reward in zip(sample.turns, sample.turn_rewards, strict=False):
         rewards[end - 1] += reward
@@ -326,7 +337,8 @@ def _turn_rewards(sample: Sample) -> Sequence[float]:
 
 
 def _routed_experts(samples: Sequence[Sample], shape: RoutingShape) -> Tensor:
-    """[tokens, layers, top_k]; nothing was recorded of tokens that the engine has not fed, as the last one."""
+    """Returns expert ids, shape [tokens, layers, top_k]. Tokens never fed to the engine, such as the last one, are
+    unknown."""
     experts = shape.unknown(sum(len(sample.context) for sample in samples))
     first = 0
     for sample in samples:
@@ -342,6 +354,6 @@ def _integers(values: Iterable[int]) -> Tensor:
 
 
 def _of_response(samples: Sequence[Sample], dtype: torch.dtype, values: Callable[[Sample], Iterable[float]]) -> Tensor:
-    """[tokens] with zeros for the prompt."""
+    """Returns one value per token of all samples, shape [tokens], with zeros for the prompts."""
     parts = chain.from_iterable(([0] * len(sample.prompt), values(sample)) for sample in samples)
     return torch.tensor([*chain.from_iterable(parts)], dtype=dtype)

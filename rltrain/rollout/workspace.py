@@ -1,4 +1,4 @@
-"""Device memory that the embedded engine needs beside its weights, keys and values, and what it may take for these."""
+"""Device memory of the embedded engine other than weights and KV cache, and the room left for the KV cache."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,28 +14,28 @@ from rltrain.runtime.grid import Grid
 FP32 = 4
 MIB = 2**20
 PASS_TOKENS = 8192
-"""Padded tokens of one pass over prompts; bounds its activations. A longer prompt stands alone."""
+"""Padded tokens of one prefill pass. This bounds its activations. A longer prompt gets a pass for itself."""
 SAMPLING_COPIES = 3
-"""Of the running responses' logits in fp32, while tokens are drawn: logits, probabilities, their sums."""
+"""Copies of the running responses' logits in fp32 during sampling: logits, probabilities and their sums."""
 PLACE_BYTES = 32
-"""Of a token: its id, its position, and where it comes from and goes to."""
+"""Bytes of bookkeeping per token: its id, its position, its source and its destination."""
 WEIGHT_SYNC_BUFFERS = 4
-"""Of weight_sync.bucket_mb: two that a rank packs and two that it receives into."""
+"""Buffers of weight_sync.bucket_mb on a rank: two for packing and two for receiving."""
 LOST_SHARE = 0.05
-"""Of a device's memory, between the allocator's blocks."""
+"""Share of the device's memory lost between the allocator's blocks."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes on one rank. Recorded decode steps have memory of their own, which a pass over prompts does not share."""
+    """Bytes on one rank. Recorded decode steps have separate memory, not shared with a prefill pass."""
 
     logits: int
-    """Of the running responses, while they draw."""
+    """Logits of the running responses during sampling."""
     decoding: int
-    """Activations of their decode step."""
+    """Activations of a decode step."""
     prefill: int
     dequantized: int
-    """The largest of the matrices in FP8, as products read it."""
+    """The largest FP8 matrix, dequantized for a product."""
 
     @property
     def activations(self) -> int:
@@ -56,7 +56,7 @@ def workspace(
     residual_bytes: int | None = None,
     fp8: bool = False,
 ) -> Workspace:
-    """Of engines of `grid` with `num_running` responses at once and `prefill_tokens` in one pass over prompts."""
+    """Returns the workspace of engines with `num_running` responses at once and `prefill_tokens` per prefill pass."""
     of_token = token_bytes(architecture, grid, item_bytes, residual_bytes or item_bytes)
     return Workspace(
         logits=num_running * architecture.vocab_size * FP32 * SAMPLING_COPIES,
@@ -67,8 +67,11 @@ def workspace(
 
 
 def workspace_beside_cache(config: Config, architecture: Architecture, grid: Grid, role: str) -> int:
-    """Bytes on a rank of a role's engines, where as many responses run as may, and weights arrive; while an evaluation
-    goes on by engines of its own those of the next one do."""
+    """Returns the bytes on a rank of a role's engines outside weights and KV cache.
+
+    They suffice for the most running responses and for arriving weights. The weights of the next evaluation arrive
+    while engines of role evaluation are running.
+    """
     settings, model = config.served(role), config.model
     fp8 = settings.dtype == "fp8"
     needed = workspace(
@@ -87,14 +90,18 @@ def workspace_beside_cache(config: Config, architecture: Architecture, grid: Gri
 
 
 def room_for_cache(free_bytes: float, device_bytes: float, beside: int) -> int:
-    """What rollout.kv_cache_gb: auto is on a GPU with `free_bytes` of its `device_bytes`, of which an engine needs
-    `beside` for other things while it has its keys and values."""
+    """Returns the bytes of rollout.kv_cache_gb: auto on a GPU with `free_bytes` of `device_bytes`.
+
+    The engine needs `beside` bytes for other purposes at the same time.
+    """
     return max(0, int(free_bytes - device_bytes * LOST_SHARE - beside))
 
 
 def token_bytes(architecture: Architecture, grid: Grid, item_bytes: int, residual_bytes: int) -> int:
-    """Of one token at most at once, in its way through an engine's layers: in its attention, its MLP, or the experts
-    that it visits, beside the residual stream, its rotation and its place."""
+    """Returns the most bytes in use at once for one token on its way through an engine's layers.
+
+    This is the largest of attention, MLP and experts, plus the residual stream, the rotation and the bookkeeping.
+    """
     rotated = architecture.mla.rope_head_dim if architecture.mla else architecture.head_dim
     stream = architecture.hidden_size * residual_bytes + 2 * rotated * FP32 + PLACE_BYTES
     attention = _latent_attention if architecture.mla else _grouped_attention
@@ -103,8 +110,10 @@ def token_bytes(architecture: Architecture, grid: Grid, item_bytes: int, residua
 
 
 def _grouped_attention(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
-    """What is projected, queries and keys once more as they are normed, and in fp32 while they are rotated: as they
-    are, times the cosines, and with their halves swapped."""
+    """Returns the bytes per token of the projections, the normed queries and keys, and their rotation in fp32.
+
+    The rotation needs the originals, their product with the cosines, and a copy with swapped halves.
+    """
     keys = max(architecture.kv_size // grid.tp, architecture.head_dim)
     turned = architecture.query_size // grid.tp + keys
     copies = 3 if item_bytes < FP32 else 2
@@ -112,9 +121,11 @@ def _grouped_attention(architecture: Architecture, grid: Grid, item_bytes: int) 
 
 
 def _delta_net(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
-    """What is projected, and of a pass over prompts, in fp32: what the convolution makes; of every head its queries and
-    keys with what is left of them between chunks, its values, its changes before and after they are solved, and the
-    scores of a chunk."""
+    """Returns the bytes per token of a gated delta net, including the fp32 tensors of a prefill pass.
+
+    These are the output of the convolution and several tensors per head. Per head they are queries and keys with their
+    remainders between chunks, values, changes before and after solving, and the scores of a chunk.
+    """
     if architecture.delta is None:
         return 0
     delta = architecture.delta.shared_by(grid.tp)
@@ -124,7 +135,8 @@ def _delta_net(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
 
 
 def _latent_attention(architecture: Architecture, grid: Grid, item_bytes: int) -> int:
-    """Latents as projected and as normed, those kept; of every head queries and keys, each also put together."""
+    """Returns the bytes per token of latents before and after the norm, kept latents, and each head's queries and keys.
+    The latter are also counted a second time in concatenated form."""
     mla = architecture.mla
     assert mla is not None
     kept = mla.kv_rank + mla.rope_head_dim
@@ -134,8 +146,10 @@ def _latent_attention(architecture: Architecture, grid: Grid, item_bytes: int) -
 
 
 def _feed_forward(architecture: Architecture, grid: Grid) -> int:
-    """Elements: the normed token, gate (where there is one), up and what becomes of them; of experts for every visit,
-    with what they take and make, which is then put into the order of the tokens."""
+    """Returns the elements per token of the normed input, the gate (if any), the up projection and their product.
+
+    For experts these count once per visit, with inputs and outputs, and outputs once more in token order.
+    """
     hidden, moe = architecture.hidden_size, architecture.moe
     widest = hidden + architecture.mlp_matrices * architecture.ffn_hidden_size // grid.tp
     if moe:
@@ -146,6 +160,6 @@ def _feed_forward(architecture: Architecture, grid: Grid) -> int:
 
 @lru_cache(maxsize=1024)
 def largest_matrix(architecture: Architecture, tp: int, ep: int) -> int:
-    """Elements on a rank of the largest parameter of a layer, in which a layer's experts lie together."""
+    """Returns the elements of the largest layer parameter on a rank. All experts of a layer form one parameter."""
     parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep)).on(0).parameters
     return max(prod(shape) for name, shape in parameters if ".layers." in name)

@@ -1,4 +1,4 @@
-"""What is said of a task, once: whose it is, what it takes and leaves, needs in memory, and reports."""
+"""Declarations of tasks: the transfers they take and leave, their needs in memory and their metrics."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from rltrain.tasks.metrics import Metric
 
 Key = tuple[str, str]
-"""(role, part of its memory)."""
+"""(role, memory part of the role)."""
 
 
 def parts_of(role: str, *names: str) -> frozenset[Key]:
@@ -16,9 +16,10 @@ def parts_of(role: str, *names: str) -> frozenset[Key]:
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts that a task reads, those that it reads and writes, and those that it only writes, whole.
+    """The memory parts of a task.
 
-    `keeps` it reads where they lie, on the device or on the host.
+    `reads` are only read, `updates` are read and written, and `rewrites` are overwritten completely. All three are
+    needed on the device. `keeps` are read wherever they are, on the device or on the host.
     """
 
     reads: frozenset[Key] = frozenset()
@@ -28,7 +29,7 @@ class Needs:
 
     @property
     def parts(self) -> frozenset[Key]:
-        """Those that it needs on the device."""
+        """The parts needed on the device."""
         return self.reads | self.updates | self.rewrites
 
     @property
@@ -36,11 +37,11 @@ class Needs:
         return self.updates | self.rewrites
 
     def of(self, roles: Collection[str]) -> "Needs":
-        """Those of `roles` alone."""
+        """Returns the needs restricted to parts of `roles`."""
         return Needs(*(frozenset(key for key in keys if key[0] in roles) for keys in self._fields))
 
     def with_keys(self, others: Mapping[Key, Key]) -> "Needs":
-        """With other parts in the place of some."""
+        """Returns the needs with some parts replaced by others."""
         return Needs(*(frozenset(others.get(key, key) for key in keys) for keys in self._fields))
 
     @property
@@ -50,12 +51,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Task:
-    """A method of a role's class: `name(step, chunk)`.
+    """A method of a role's class, `name(step, chunk)`.
 
-    `takes` and `leaves` are transfers by name. One that `informs` a role says something of samples, and leaves that for
-    it: for the actor of scored samples, for the reward of samples as they were drawn. In one that does, in one with
-    `forward`, and in those that make gradients, the role's model, where it has one, computes on samples. `kind` is what
-    the report calls such work; without one it is the task's name.
+    `takes` and `leaves` are names of transfers. A task that `informs` a role evaluates samples and leaves the result
+    for it. For the actor it evaluates scored samples, for the reward unscored ones.
+
+    The role's model, if it has one, computes on samples in a task with `informs`, with `forward` or with gradients.
+    `kind` names this work in the report of a run. It defaults to the name of the task.
     """
 
     name: str
@@ -67,26 +69,30 @@ class Task:
     reports: tuple[Metric, ...] = ()
     kind: str = ""
     joined_by: tuple[str, ...] = ()
-    """Roles that take part in it where they are placed."""
+    """Roles that take part in the task if they are placed."""
 
 
 @dataclass(frozen=True)
 class RoleTasks:
-    """A role as the order, the exchange and the plan of memory know it."""
+    """The declaration of a role, read by the order, the exchange and the plan of memory."""
 
     name: str
     tasks: tuple[Task, ...] = ()
     model: Literal["trained", "evaluated", "served", None] = None
-    """Trained: with an optimizer, in mini-batches, saved in checkpoints of the run. Evaluated: it learns nothing, and
-    has weights of its own or the actor's. Served: by an engine."""
+    """The kind of model.
+
+    - trained: has an optimizer, trains in mini-batches and is saved in checkpoints of the run.
+    - evaluated: never learns, and has separate weights or the actor's.
+    - served: runs in an engine.
+    """
     head: Literal["vocabulary", "value"] = "vocabulary"
-    """Of an own model."""
+    """Output head of a separate model."""
     reads_text: bool = False
-    """Whether its model has a tokenizer of its own, which reads what was drawn as text: then it need not have the
-    policy's vocabulary, nor room for its longest sample."""
+    """Whether the model reads responses as text with a separate tokenizer. It then needs neither the policy's
+    vocabulary nor room for the policy's longest sample."""
     needed_by_algorithm: bool = True
-    """Otherwise it may be placed by whoever wants what it says of the samples."""
+    """Whether the role is used only by algorithms that need it. If not, users may add it to any algorithm."""
     beside_steps: bool = False
-    """Whether nothing that it works on is part of a step's samples."""
+    """Whether its work is independent of the samples of a step."""
     on_device_if_offloaded: bool = False
-    """Without a model it has something on the device where `<role>.offload` says that this is to leave."""
+    """Whether a role without a model has memory on the device if `<role>.offload` is set."""

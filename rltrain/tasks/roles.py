@@ -1,4 +1,4 @@
-"""The roles of a run, and the tasks of each."""
+"""All roles of a run and their tasks."""
 
 from collections.abc import Collection
 
@@ -9,10 +9,10 @@ STATE_PARTS = ("weights", "master_weights", "optimizer")
 TRAINED_PARTS = (*STATE_PARTS, "gradients")
 
 OF_ONE_STEP = frozenset({"gradients"})
-"""Parts that start at zero with their first use in a step, and that nobody reads after their last."""
+"""Parts that are zero at their first use in a step. Nothing reads them after the last use in the step."""
 
 OTHER = "other"
-"""The kind of tasks that take next to no time."""
+"""The kind of tasks that take almost no time."""
 
 SAMPLES = (
     "sample_ids",
@@ -43,11 +43,11 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
-"""The fields of Experience that each carries."""
+"""The fields of an Experience carried by each transfer."""
 
 
 OPINIONS = "opinions"
-"""Stands among the transfers that a task takes for all that tell its role something of the others."""
+"""Placeholder in `takes` of a task. It means all transfers from roles informing the role of the task."""
 
 
 def _weights(role: str) -> frozenset[Key]:
@@ -63,7 +63,7 @@ def _updates(role: str) -> Needs:
 
 
 BASE = parts_of("rollout", "base")
-"""What a weight sync leaves as it is: of engines that have adapters apart, what these are added to. Else nothing."""
+"""Base weights of engines with separate adapters. A weight sync leaves them unchanged. Other engines lack this part."""
 _GENERATES = Needs(
     reads=_weights("rollout") | BASE, updates=parts_of("env", "simulators"), rewrites=parts_of("rollout", "kv_cache")
 )
@@ -220,7 +220,7 @@ EVALUATION = RoleTasks(
     beside_steps=True,
 )
 ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
-"""Answers what the rollout draws, in the rollout's tasks."""
+"""Runs the environments of the rollout. It works within the rollout's tasks."""
 REWARD = RoleTasks(
     "reward",
     (
@@ -238,7 +238,7 @@ DECLARED: dict[str, RoleTasks] = {
     role.name: role
     for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, EVALUATION, ENV, ROLLOUT, REWARD)
 }
-"""In the order in which roles are listed and built."""
+"""All roles, in the order of listing and building."""
 
 
 SYNCED = {
@@ -247,7 +247,7 @@ SYNCED = {
     "refresh_reference": "reference",
     "sync_evaluation": "evaluation",
 }
-"""Tasks that give the actor's weights to another role, and to which."""
+"""Tasks for sending the actor's weights to another role, each with its receiving role."""
 
 
 def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
@@ -278,22 +278,22 @@ JOINT = {
 
 
 def all_tasks() -> list[Task]:
-    """Of every role, then those of several."""
+    """Returns all tasks: those of single roles, then the joint ones."""
     return [*(task for role in DECLARED.values() for task in role.tasks), *JOINT.values()]
 
 
 def task_of(name: str) -> Task:
-    """Returns the declaration of a task. Raises ValueError for one that nobody has declared."""
+    """Returns the declaration of a task. Raises ValueError if it is not declared."""
     for declared in all_tasks():
         if declared.name == name:
             return declared
-    raise ValueError(f"what the task {name} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
+    raise ValueError(f"the task {name} is not declared: add it to rltrain/tasks/roles.py")
 
 
 def roles_of_task(name: str, placed: Collection[str]) -> tuple[str, ...]:
-    """Returns the roles that execute a task together: those that must, and of those that may join it the placed ones.
+    """Returns the roles that execute a task together. Optional roles are included if they are placed.
 
-    Raises ValueError for a task of several roles that does not say which.
+    Raises ValueError if the task is a joint one without fixed roles.
     """
     if name in SYNCED:
         return ("actor", SYNCED[name])
@@ -305,78 +305,78 @@ def roles_of_task(name: str, placed: Collection[str]) -> tuple[str, ...]:
 
 
 def kinds_of_tasks() -> dict[str, str]:
-    """task -> its kind, in the order of their declaration."""
+    """Returns the kind of every task, in the order of declaration."""
     return {task.name: task.kind or task.name.replace("_", " ") for task in all_tasks()}
 
 
 def trained_roles() -> tuple[str, ...]:
-    """Roles that learn."""
+    """Returns the roles with a trained model."""
     return tuple(role.name for role in DECLARED.values() if role.model == "trained")
 
 
 def model_roles() -> tuple[str, ...]:
-    """Roles whose model is the training backend's."""
+    """Returns the roles with a model in the training backend."""
     return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "evaluated"))
 
 
 def served_roles() -> tuple[str, ...]:
-    """Roles whose model an engine has."""
+    """Returns the roles with a model in an engine."""
     return tuple(role.name for role in DECLARED.values() if role.model == "served")
 
 
 def drawing_roles() -> tuple[str, ...]:
-    """Those whose engines have the policy's weights."""
+    """Returns the served roles with the policy's weights in their engines."""
     return tuple(role for role in served_roles() if not DECLARED[role].reads_text)
 
 
 def device_roles() -> frozenset[str]:
-    """Roles with something on the device."""
+    """Returns the roles with a model on the device."""
     return frozenset(role.name for role in DECLARED.values() if role.model is not None)
 
 
 def device_roles_if_offloaded() -> frozenset[str]:
-    """Those that have something there where their `offload` says that it is to leave."""
+    """Returns the roles using the device without a model if their `offload` is set."""
     return frozenset(role.name for role in DECLARED.values() if role.on_device_if_offloaded)
 
 
 def roles_beside_steps() -> tuple[str, ...]:
-    """Roles that work on nothing which is part of a step's samples."""
+    """Returns the roles working independently of the samples of a step."""
     return tuple(role.name for role in DECLARED.values() if role.beside_steps)
 
 
 def roles_of_samples() -> tuple[str, ...]:
-    """Roles with something on the device that work on a step's samples once they are drawn."""
+    """Returns the device roles for work on the generated samples of a step."""
     return tuple(role for role in DECLARED if role in device_roles() - {*roles_beside_steps(), "rollout"})
 
 
 def optional_roles() -> tuple[str, ...]:
-    """Roles that say something of the samples which no algorithm asks for, and which may be placed all the same."""
+    """Returns the roles that users may add to any algorithm."""
     return tuple(role.name for role in DECLARED.values() if not role.needed_by_algorithm)
 
 
 def rewarding_roles() -> tuple[str, ...]:
-    """Roles that tell the reward what responses are worth."""
+    """Returns the roles that inform the reward, by scores of responses."""
     return tuple(role.name for role in DECLARED.values() if any(task.informs == "reward" for task in role.tasks))
 
 
 def taken_by(role: str, task: Task, placed: Collection[str]) -> list[str]:
-    """Returns the transfers that a role's task takes where these roles are placed, in the order of its declaration."""
+    """Returns the transfers taken by a role's task for the given placed roles, in the order of its declaration."""
     opinions = [opinion for transfer in task.takes for _, opinion in informing(role, transfer, placed)]
     left = [transfer for opinion in opinions for transfer in opinion.leaves]
     return [one for transfer in task.takes for one in (left if transfer == OPINIONS else [transfer])]
 
 
 def takers(transfer: str, placed: Collection[str]) -> tuple[str, ...]:
-    """Returns the placed roles with a task that takes what a transfer brings, those that inform others of it last."""
+    """Returns the placed roles with a task that takes a transfer. Roles that use it to inform others come last."""
     tasks = [(role, task) for role in DECLARED if role in placed for task in DECLARED[role].tasks]
     found = [(task.informs is not None, role) for role, task in tasks if transfer in taken_by(role, task, placed)]
     return tuple(dict.fromkeys(role for _, role in sorted(found, key=lambda one: one[0])))
 
 
 def informing(informed: str, transfer: str, placed: Collection[str]) -> list[tuple[str, Task]]:
-    """Returns (role, task) of the placed roles that take `transfer` and tell a role something of it.
+    """Returns (role, task) for the placed roles that take `transfer` and inform the role `informed` about it.
 
-    Those that never learn come first.
+    Roles that never learn come first.
     """
     roles = sorted((one for one in DECLARED.values() if one.name in placed), key=lambda one: one.model == "trained")
     tasks = [(role.name, task) for role in roles for task in role.tasks]
@@ -384,7 +384,8 @@ def informing(informed: str, transfer: str, placed: Collection[str]) -> list[tup
 
 
 def model_tasks() -> dict[str, tuple[str, bool]]:
-    """Task -> the role whose model, the training backend's, computes in it, and whether it makes gradients."""
+    """Returns for each task with a model of the training backend: (role of the model, whether it computes
+    gradients)."""
     found = {}
     for name in model_roles():
         for task in DECLARED[name].tasks:
@@ -395,5 +396,5 @@ def model_tasks() -> dict[str, tuple[str, bool]]:
 
 
 def needs_of(task: str) -> Needs:
-    """Returns the parts of memory that a task needs on the device. Raises ValueError for one that is not declared."""
+    """Returns the memory parts needed by a task. Raises ValueError if the task is not declared."""
     return task_of(task).needs

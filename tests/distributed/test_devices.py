@@ -43,4 +43,4 @@ def test_what_megatron_makes_on_the_host_is_named(family: str, tmp_path: Path) -
     """Without the move a router's weight is there, and the error says where it should be."""
     (message,) = run_case("cases_devices:left_on_the_host", 1, family=family, folder=tmp_path)
     assert ROUTERS[family] in message
-    assert "is on cpu, and the device of its role is meta" in message
+    assert "is on cpu, but the device of its role is meta" in message

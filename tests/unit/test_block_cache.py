@@ -520,7 +520,7 @@ def test_memory_is_held_while_samples_run_and_given_back(qwen3_5: Path) -> None:
 def test_the_budget_holds_states_of_all_slots() -> None:
     sizes = OPTIONS | {"max_context_tokens": 8, "max_running_requests": 5}
     assert num_blocks(BUDGET, 130, states_bytes=100, **sizes) == num_blocks(BUDGET, 30, **sizes) == 3
-    with pytest.raises(ConfigError, match=r"beside 1e-07 GB of states of rollout\.max_running_requests samples"):
+    with pytest.raises(ConfigError, match=r"plus 1e-07 GB of states of rollout\.max_running_requests samples"):
         num_blocks(BUDGET, 129, states_bytes=100, **sizes)
 
 

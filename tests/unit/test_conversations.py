@@ -228,7 +228,7 @@ def test_what_was_kept_is_free_afterwards(qwen3: Path, kv_tokens: int | None, en
     getattr(engine, end)(*[[0, 1, 2]] if end == "forget" else [])
     assert engine._slots.cache.parked.num_tokens == 0
     if kv_tokens and end != "release_cache":
-        pool = engine._slots.cache._taken().pool
+        pool = engine._slots.cache._allocated().pool
         assert (pool.num_used, pool.num_kept, pool.num_free) == (0, 0, pool.num_blocks - 1)
 
 

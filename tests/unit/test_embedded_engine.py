@@ -398,7 +398,7 @@ def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.Monke
         (lambda r: ([replace(r[3], id=r[0].id)], GREEDY), "equal ids"),
         (lambda r: ([r[3], r[3]], GREEDY), "equal ids"),
         (lambda r: ([r[3]], SAMPLED), "unfinished"),
-        (lambda r: ([r[3], r[4].drawn((1,) * 16, (0.0,) * 16, (0,) * 16)], GREEDY), "fewer than the 16"),
+        (lambda r: ([r[3], r[4].drawn((1,) * 16, (0.0,) * 16, (0,) * 16)], GREEDY), "fewer than 16"),
     ],
 )
 def test_a_refused_submission_queues_nothing(qwen3: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -68,12 +68,12 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     answered = drawn(sample, 4, Status.TRUNCATED).observed((2, 2), turn_limit=30)
     assert response_limit(answered, SAMPLING, 100) == 20
     assert response_limit(answered.observed(()), SAMPLING, 10) == 8, "the limit was that turn's alone"
-    with pytest.raises(ValueError, match="fewer than the 4"):
+    with pytest.raises(ValueError, match="fewer than 4 tokens"):
         check_samples([drawn(sample, 4)], SAMPLING, unfinished=(), running=None, max_context_tokens=100)
 
 
 def test_rewards_belong_to_turns_that_have_ended() -> None:
-    with pytest.raises(ValueError, match="1 turn_rewards for 0 turns"):
+    with pytest.raises(ValueError, match="1 turn_rewards for 0 finished turns"):
         Sample(0, (9,), 0, turn_rewards=(1.0,))
 
 
@@ -373,7 +373,7 @@ def test_a_rows_own_prompt_is_encoded_with_what_environments_tell_of_besides(pro
         assert answer == Observed(0, tokens=(10, 11, 12))
         return
     assert answer == Observed(0, Status.FAILED)
-    with pytest.raises(EpisodeError, match="begins with 13 tokens.*expected 1 to 10"):
+    with pytest.raises(EpisodeError, match="prompt has 13 tokens.*expected 1 to 10"):
         episodes.metrics()
 
 
@@ -468,7 +468,7 @@ def test_an_observation_with_an_id_that_the_model_does_not_have_fails_its_episod
     episodes = silent(environments, 2, replace(LIMITS, vocab_size=11))  # "a" is token 10
     environments.pending = [EpisodeEvent(0, shown), EpisodeEvent(1, "a")]
     assert episodes.answers(engine_is_idle=True) == [Observed(0, Status.FAILED), Observed(1, Status.PENDING, (10,))]
-    with pytest.raises(EpisodeError, match=r"the token id (1000|-1|11), and the model has ids 0 to 10"):
+    with pytest.raises(EpisodeError, match=r"the token id (1000|-1|11), but the model has ids 0 to 10"):
         episodes.metrics()
 
 

@@ -268,7 +268,7 @@ def test_a_dropped_part_that_a_task_reads_is_refused():
         part.leave()
     part.leave(drop=True)
     part.allocate()
-    with pytest.raises(RuntimeError, match="dropped is needed by a task that does not rewrite it"):
+    with pytest.raises(RuntimeError, match="a dropped part is needed by a task that does not overwrite it"):
         part.fill()
 
 
@@ -308,7 +308,7 @@ def test_an_overlay_is_never_written_to():
     overlay = OverlayPart(MemoryPart(lambda: [flat]), [flat], [torch.ones(4)])
     with pytest.raises(RuntimeError, match="constant"):
         overlay.changed()
-    with pytest.raises(RuntimeError, match="away"):
+    with pytest.raises(RuntimeError, match="needs the storages of another part"):
         overlay.allocate()
 
 

@@ -106,9 +106,9 @@ def test_another_process_has_the_same_memory() -> None:
     assert all(torch.equal(other.tensors[name], own.tensors[name]) for name in LIKE)
     own.tensors["bias"][1] = 9
     assert other.tensors["bias"].tolist() == [2, 9, 2]
-    with pytest.raises(ValueError, match="shared memory of"):
+    with pytest.raises(ValueError, match="shared memory has"):
         HostTensors.of_another(own.place, {"bias": LIKE["bias"]}, CPU)
-    with pytest.raises(OSError, match="it is a process of elsewhere"):
+    with pytest.raises(OSError, match="that process is on elsewhere"):
         HostTensors.of_another(("elsewhere", *own.place[1:]), LIKE, CPU)
 
 
@@ -538,7 +538,7 @@ def test_what_was_dropped_is_refused_at_once(late: LateCopies) -> None:
     values = [torch.ones(2)]
     part = MemoryPart(lambda: values)
     part.leave(drop=True)
-    with pytest.raises(RuntimeError, match="dropped cannot be read"):
+    with pytest.raises(RuntimeError, match="a dropped part cannot be read"):
         late.add(part, values[0], 0, 2, None)
 
 

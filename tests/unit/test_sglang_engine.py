@@ -233,7 +233,7 @@ def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  
         (lambda r: ([replace(r[3], id=r[0].id)], LONG), "equal ids"),
         (lambda r: ([r[3], r[3]], LONG), "equal ids"),
         (lambda r: ([r[3]], GREEDY), "unfinished"),
-        (lambda r: ([r[3].drawn((1,) * 400, (0.0,) * 400, (0,) * 400)], LONG), "fewer than the 400"),
+        (lambda r: ([r[3].drawn((1,) * 400, (0.0,) * 400, (0,) * 400)], LONG), "fewer than 400"),
     ],
 )
 def test_a_refused_submission_queues_nothing(rig, change, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The in-process rollout engine: batched decoding over a slot KV cache, weights held in SGLang's layout."""
+"""The in-process rollout engine: batched decoding over a KV cache, with weights in SGLang's layout."""
 
 from rltrain.rollout.embedded.engine import EmbeddedEngine
 

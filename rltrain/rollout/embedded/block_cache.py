@@ -1,4 +1,4 @@
-"""Keys and values in blocks within a budget, and attention over them."""
+"""A KV cache of blocks within a budget, and attention over the blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -29,32 +29,33 @@ from rltrain.rollout.embedded.kv_cache import (
 )
 from rltrain.rollout.sample import Sample
 
-# Attention of decode steps over keys and values that lie in blocks.
+# Attention of decode steps over keys and values in blocks.
 
 _RECORDED_SIZES = 4
-"""Of numbers of blocks read, from each power of two up to the next."""
+"""Recorded sizes (numbers of blocks read) between two powers of two."""
 
 
 class Blocks(Protocol):
-    """What attention reads and writes; all of it stays where it is from step to step."""
+    """The tensors read and written by attention. All keep their addresses from step to step."""
 
     shape: AttentionShape
     block_tokens: int
     capacity: int
-    """Positions of the longest sample, in whole blocks."""
+    """Positions of the longest sample, rounded up to whole blocks."""
     layers: list[tuple[Tensor, Tensor]]
-    """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim or value_dim]; with latent attention
-    values are views of keys."""
+    """Keys and values of each layer, shape [blocks, block_tokens, kv_heads, head_dim or value_dim]. With latent
+    attention the values are views of the keys."""
     routing: tuple[Tensor, ...]
-    """Experts [layers, blocks, block_tokens, top_k], where they are kept."""
+    """Experts, shape [layers, blocks, block_tokens, top_k], if they are recorded."""
     table: Tensor
-    """[slots, capacity / block_tokens] int32: the blocks of each slot."""
+    """The blocks of each slot, int32, shape [slots, capacity / block_tokens]."""
     offsets: Tensor
-    """[max(slots, capacity) + 1] int32: 0, 1, 2, ..."""
+    """The numbers 0, 1, 2, ..., int32, shape [max(slots, capacity) + 1]."""
 
 
 class BlockAttention:
-    """Stores one new token in each of the first `len(positions)` slots, where it stands. Subclasses attend."""
+    """Stores one new token at its position in each of the first `len(positions)` slots. Subclasses attend to the
+    slots."""
 
     name: str
     block_tokens: int
@@ -69,7 +70,7 @@ class BlockAttention:
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
-        """As KvCache says."""
+        """Returns the length of a recorded step (see KvCache)."""
         raise NotImplementedError
 
     def __call__(
@@ -82,23 +83,25 @@ class BlockAttention:
         return self._attend(stored_keys, stored_values, queries, self._shape.window(layer), sinks)
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
-        """As DecodeAttention says."""
+        """Keeps the experts of the tokens (see DecodeAttention)."""
         (buffer,) = self._routing
         buffer[layer].flatten(0, 1).index_copy_(0, self._written, experts.to(buffer.dtype))
 
     def _attend(
         self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
+        """Returns [tokens, heads * value_dim] from a layer's blocks and queries of shape [tokens, heads, head_dim]."""
         raise NotImplementedError
 
 
 class GatheredBlocks(BlockAttention):
-    """Copies each slot's blocks, up to the longest, into rows of their own first: on every device, in every dtype."""
+    """Copies each slot's blocks, up to the longest slot, into contiguous rows first. It works on every device and
+    dtype."""
 
-    name = "blocks that are gathered first"
+    name = "blocks, gathered before attention"
     block_tokens = 32
-    """A sample wastes half a block; a copy moves whole ones, which should be no shorter than a few lines of memory."""
+    """Short blocks waste less: half a block per sample. Copies move whole blocks, which should span a few cache
+    lines."""
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
         super().__init__(blocks, positions, num_positions)
@@ -119,27 +122,27 @@ class GatheredBlocks(BlockAttention):
         num_slots, num_kv_heads = len(queries), self._shape.num_kv_heads
         k = self._gathered(keys, num_slots)
         v = k[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values, num_slots)
-        q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
+        q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # rows are the heads sharing a KV head
         shape = self._shape
         of_rows = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         attended = attend(q, k, v, self._bias_of[window], scale=shape.scale, softcap=shape.softcap, sinks=of_rows)
         return attended.reshape(num_slots, -1)
 
     def _gathered(self, stored: Tensor, num_slots: int) -> Tensor:
-        """[slots, kv_heads, positions, elements]"""
+        """Returns the copied blocks, shape [slots, kv_heads, positions, elements]."""
         return stored.index_select(0, self._read).view(num_slots, -1, *stored.shape[2:]).transpose(1, 2)
 
 
 class VarlenBlocks(BlockAttention):
-    """torch's flash attention over sequences of various lengths, which follows block tables and reads no more."""
+    """Torch's flash attention over sequences of different lengths. It follows block tables and reads no further."""
 
     name = "blocks, by flash attention (torch.nn.attention.varlen)"
     block_tokens = 256
-    """FlashAttention 2 takes multiples of this alone."""
+    """FlashAttention 2 accepts only multiples of this."""
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
         super().__init__(blocks, positions, num_positions)
-        from torch.nn.attention.varlen import varlen_attn  # not in every torch
+        from torch.nn.attention.varlen import varlen_attn  # missing in some versions of torch
 
         num_slots = len(positions)
         self._attention: Callable[..., Any] = varlen_attn
@@ -168,21 +171,21 @@ class VarlenBlocks(BlockAttention):
             enable_gqa=queries.shape[1] != keys.shape[2],
             seqused_k=self._lengths,
             block_table=self._table,
-            num_splits=1,  # other numbers of splits leave rows out where keys lie in blocks (pytorch#194167)
+            num_splits=1,  # other numbers skip rows of keys in blocks (pytorch#194167)
         )
         return attended.reshape(len(queries), -1)
 
 
 class KernelBlocks(BlockAttention):
-    """rltrain's own kernel, for any torch that comes with Triton and for float32 too; it reads no more either."""
+    """rltrain's Triton kernel. It needs only Triton, supports float32 and reads only the blocks in use."""
 
-    name = "blocks, by a Triton kernel of rltrain's own"
+    name = "blocks, by rltrain's Triton kernel"
     block_tokens = 64
-    """What a program of the kernel holds at a time."""
+    """Tokens held by a program of the kernel at a time."""
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
         super().__init__(blocks, positions, num_positions)
-        from rltrain.rollout.embedded.triton_kernels import attend_blocks  # not without Triton
+        from rltrain.rollout.embedded.triton_kernels import attend_blocks  # needs Triton
 
         self._attention: Callable[..., Tensor] = attend_blocks
         self._table, self._positions = blocks.table[: len(positions)], positions
@@ -199,7 +202,7 @@ class KernelBlocks(BlockAttention):
 
 
 class _Sample:
-    """Blocks of a few short sequences, to try an attention on."""
+    """Blocks of a few short sequences, for trying out an attention."""
 
     def __init__(self, kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> None:
         self.shape = shape
@@ -219,8 +222,11 @@ class _Sample:
 
 @torch.inference_mode()
 def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> float:
-    """The largest one between what `kind` and GatheredBlocks give for random numbers of the dtype and device of `like`.
-    Raises whatever `kind` does."""
+    """Returns the largest difference between `kind` and GatheredBlocks on random input of the dtype and device of
+    `like`.
+
+    Raises any error of `kind`.
+    """
     positions = torch.tensor([0, kind.block_tokens, 2 * kind.block_tokens - 7], device=like.device)
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(3, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator).to(like)
@@ -233,9 +239,11 @@ def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) 
 
 
 def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAttention], str]:
-    """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
-    of `like`, and is tried. Latents are gathered, and where there are windows, bent scores or sinks everything: neither
-    kernel has them."""
+    """Returns (the fastest working kind, a description with the reasons against others).
+
+    On CUDA it tries the kernels, because they depend on torch, the GPU and the dtype of `like`. Latents need
+    GatheredBlocks. So do windows, soft-capped scores and sinks, because no kernel supports them.
+    """
     reasons: list[str] = []
     takes_scores = shape.softcap is not None or shape.sinks
     by_kernel = like.is_cuda and not shape.latent and shape.windows is None and not takes_scores
@@ -248,24 +256,25 @@ def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAtt
 
 
 def _why_not(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> str:
-    """Empty where `kind` works."""
+    """Returns the reason against `kind`, or an empty string if it works."""
     try:
         error = difference(kind, shape, like)
-    except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
+    except Exception as refusal:  # any failure of a version, GPU, compiler or driver
         return f"{type(refusal).__name__}: {refusal}".split("\n")[0]
     return "" if error < 0.05 else f"it is off by {error:.3g}"
 
 
-# Keys and values of samples in blocks, within a budget.
+# The KV cache of blocks.
 
 
 class BlockCache(KvCache):
-    """[layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once
-    for keys and once for values, or once for latents.
+    """Keys and values in tensors of shape [layers, blocks, block_tokens, kv_heads, head_dim], or latents in one such
+    tensor.
 
-    Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
-    entry is finite, written or not, so that a masked one contributes exactly zero. `agree` gives the least of the
-    numbers of the engine's ranks. Where the model has states of samples the budget holds those of all slots as well.
+    The budget determines the number of blocks. The memory is allocated once, at the first need, and never grows or
+    moves until `release`. All entries are finite even before they are written, so masked entries contribute exactly
+    zero. `agree` returns the least of the numbers given by the engine's ranks. The budget also covers per-sample states
+    of all slots.
     """
 
     def __init__(
@@ -290,25 +299,25 @@ class BlockCache(KvCache):
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
         self._shown: np.ndarray = np.zeros(())
-        """What `table` has."""
+        """The rows last copied to `table`."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, in all layers."""
+        """Bytes of one block in all layers."""
         routing = self._routing_shape.token_bytes if self._routing_shape else 0
         return self.block_tokens * (self._num_layers * self.shape.token_elements * self._keys.itemsize + routing)
 
     @property
     def states_bytes(self) -> int:
-        """Of the states of samples in all slots."""
+        """Bytes of the states of samples in all slots."""
         return self._max_slots * self.states.shape.sample_bytes(self._keys.dtype) if self.states else 0
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(cache.data_ptr() for cache in self.tensors())
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
-        """Bring the device's table up to date."""
-        rows = self._taken().rows
+        """Brings the block table on the device up to date."""
+        rows = self._allocated().rows
         if not np.array_equal(rows, self._shown):
             self._shown = rows.copy()
             self.table.copy_(torch.from_numpy(self._shown))
@@ -320,11 +329,11 @@ class BlockCache(KvCache):
             self.states.hold(0)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
-        return self._taken().num_admissible(waiting, num_wanted, num_running, version)
+        return self._allocated().num_admissible(waiting, num_wanted, num_running, version)
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
         entered, copies = Entered({}, []), list[tuple[int, int]]()
-        entries = self._taken().enter(first_slot, samples, version)
+        entries = self._allocated().enter(first_slot, samples, version)
         if self.states:
             self.states.begin(first_slot, first_slot + len(samples))
         for slot, (sample, entry) in enumerate(zip(samples, entries, strict=True), start=first_slot):
@@ -340,16 +349,16 @@ class BlockCache(KvCache):
         if copies:
             sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
             for cache in self._by_position():
-                for layer in cache:  # one by one, so that little more memory is needed
+                for layer in cache:  # one by one to save memory
                     layer.index_copy_(0, destinations, layer.index_select(0, sources))
         return entered
 
     def extend(self, slot: int, position: int) -> int:
-        return self._taken().extend(slot, position)
+        return self._allocated().extend(slot, position)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         for source, destination in zip(sources, destinations, strict=True):
-            self._taken().move(source, destination)
+            self._allocated().move(source, destination)
         if self.states:
             self.states.move(sources, destinations)
 
@@ -359,7 +368,7 @@ class BlockCache(KvCache):
                 self._tables.free(slot)
 
     def park(self, slot: int, sample: Sample) -> None:
-        self._taken().park(slot, sample, self.states.parked(slot) if self.states else None)
+        self._allocated().park(slot, sample, self.states.parked(slot) if self.states else None)
 
     def routed(self, slot: int, first: int, end: int) -> Tensor:
         rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
@@ -382,7 +391,7 @@ class BlockCache(KvCache):
     def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         spans = [(row * width, suffix.slot, suffix.first, suffix.end) for row, suffix in enumerate(suffixes)]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
-        rows = self._taken().rows[[suffix.slot for suffix in suffixes], :num_read]
+        rows = self._allocated().rows[[suffix.slot for suffix in suffixes], :num_read]
         blocks = torch.from_numpy(rows).to(self.table.device)
         return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
 
@@ -400,7 +409,7 @@ class BlockCache(KvCache):
         return {"rollout/kv_cache_peak": peak / (pool.num_blocks - 1), **self.parked.metrics()}
 
     def num_blocks(self) -> int:
-        """Blocks that the budget has now; ConfigError where it cannot hold the longest sample.
+        """Returns the number of blocks within the budget. Raises ConfigError if they cannot hold the longest sample.
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -416,8 +425,10 @@ class BlockCache(KvCache):
         )
 
     def _moved(self, spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
-        """[2, tokens]: which token of a pass goes where in the flattened blocks. Of each span: its first token in the
-        pass, and its slot, first position and end there."""
+        """Returns [2, tokens]: indices of tokens in a pass, and their destinations in the flattened blocks.
+
+        A span is (first token in the pass, slot, first position, end position).
+        """
         read, written = [], []
         for token, slot, first, end in spans:
             positions = np.arange(first, end)
@@ -426,13 +437,13 @@ class BlockCache(KvCache):
         return torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)])).to(self.table.device)
 
     def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
-        """Where these positions of a slot lie in the flattened blocks."""
-        blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
+        """Returns the places of these positions of a slot in the flattened blocks."""
+        blocks = self._allocated().rows[slot, positions // self.block_tokens].astype(np.int64)
         rows: np.ndarray = blocks * self.block_tokens + positions % self.block_tokens
         return rows
 
-    def _taken(self) -> BlockTables:
-        """The tables, once the memory is there."""
+    def _allocated(self) -> BlockTables:
+        """Returns the tables. Allocates the memory first if necessary."""
         if self._tables is None:
             count = self.num_blocks()
             try:
@@ -441,8 +452,8 @@ class BlockCache(KvCache):
                     self.states.hold(self._max_slots)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"rollout.kv_cache_gb: got {self._budget.given}, of which {count * self.block_bytes / 1e9:.3g} GB "
-                    f"are needed; expected as much to be free when the engine begins. Lower it. ({error})"
+                    f"rollout.kv_cache_gb: got {self._budget.given} and {count * self.block_bytes / 1e9:.3g} GB of it "
+                    f"are needed, but the device has less free memory when the engine starts. Lower it. ({error})"
                 ) from error
             self._tables = BlockTables(
                 count,
@@ -466,7 +477,8 @@ class BlockCache(KvCache):
 
 
 class _PrefillAttention(PrefillAttention):
-    """`moved` [2, stored tokens]: which token of the padded heads goes where in the flattened blocks."""
+    """Prefill attention. `moved` [2, stored tokens] has token indices in the padded heads and their places in the
+    blocks."""
 
     def __init__(self, cache: BlockCache, moved: Tensor, width: int) -> None:
         super().__init__(width, cache.shape)
@@ -480,7 +492,8 @@ class _PrefillAttention(PrefillAttention):
 
 
 class _SuffixAttention(SuffixAttention):
-    """`moved` as above; `blocks` [suffixes, blocks] are read."""
+    """Suffix attention. `moved` is as in `_PrefillAttention`, and `blocks` [suffixes, blocks] are the blocks to
+    read."""
 
     def __init__(
         self, cache: BlockCache, moved: Tensor, blocks: Tensor, suffixes: Sequence[Suffix], width: int
@@ -506,6 +519,6 @@ class _SuffixAttention(SuffixAttention):
 
 
 def _store(buffers: Sequence[Tensor], layer: int, moved: Tensor, new: Sequence[Tensor]) -> None:
-    for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+    for buffer, tokens in zip(buffers, new, strict=False):  # latents have only one buffer
         stored = tokens.index_select(0, moved[0]).to(buffer.dtype)
         buffer[layer].flatten(0, 1).index_copy_(0, moved[1], stored)

@@ -1,4 +1,4 @@
-"""Which blocks hold which positions of which slot, and how many blocks a rank may have."""
+"""Block tables: the blocks of each slot's positions. Also computes the number of blocks of a rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,29 +13,31 @@ from rltrain.rollout.embedded.kv_cache import ParkedSamples
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import room_for_cache
 
-# Which blocks of a KV cache hold which positions of which slot.
+# Allocation of a KV cache's blocks to slots.
 
 _MOST_SPARED = 4
-"""No more than 1/4 of the blocks is kept free for samples that run: those that are about to end need none."""
+"""At most 1/4 of the blocks is reserved for running samples. Samples about to end need none."""
 _ADMIT_FRACTION = 8
-"""Once 1/8 of the blocks are free few samples may start too."""
+"""Fewer samples than wanted may start once 1/8 of the blocks is free."""
 
 States = tuple[Tensor, Tensor]
-"""Of a sample, as SampleStates parks them."""
+"""The states of a sample, as parked by SampleStates."""
 _PrefixKey = tuple[int, tuple[int, ...]]
-"""A version of the weights and all but the last token of a prompt."""
+"""(version of the weights, prompt without its last token)."""
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1: free, or held by samples that run, or merely kept by samples that are parked. Block 0
-    is nobody's: idle slots write there."""
+    """Blocks 1 .. num_blocks - 1, each free, held by running samples, or only kept by parked samples.
+
+    Block 0 is never allocated. Idle slots write there.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self.num_holders, self.num_keepers = [0] * num_blocks, [0] * num_blocks
         self.num_kept = 0
-        """Blocks with keepers and no holder."""
+        """Number of blocks with keepers and without holders."""
         self.most_used = 0
 
     @property
@@ -44,21 +46,21 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks with holders."""
+        """Number of blocks with holders."""
         return self.num_blocks - 1 - len(self._free) - self.num_kept
 
     def is_kept(self, block: int) -> bool:
-        """Whether it has keepers and no holder."""
+        """Returns whether the block has keepers but no holder."""
         return bool(self.num_keepers[block]) and not self.num_holders[block]
 
     def take(self, count: int) -> list[int]:
-        """Free blocks, each with one holder now."""
+        """Takes free blocks. Each then has one holder."""
         blocks = [self._free.pop() for _ in range(count)]
         self.share(blocks)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holds each of them."""
+        """Adds one holder to each block."""
         for block in blocks:
             if not self.num_holders[block] and self.num_keepers[block]:
                 self.num_kept -= 1
@@ -66,34 +68,34 @@ class BlockPool:
         self.most_used = max(self.most_used, self.num_used)
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One less holds each of them; who was the last frees it, unless somebody keeps it."""
+        """Removes one holder from each block. A block without holders and keepers becomes free."""
         for block in blocks:
             self.num_holders[block] -= 1
             if not self.num_holders[block]:
-                self._let_go(block)
+                self._free_unless_kept(block)
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """Who held them keeps them from now on."""
+        """Turns one holder of each block into a keeper."""
         for block in blocks:
             self.num_keepers[block] += 1
         self.give_back(blocks)
 
     def hold_again(self, blocks: Sequence[int]) -> None:
-        """Who kept them holds them from now on."""
+        """Turns one keeper of each block into a holder."""
         self.share(blocks)
         for block in blocks:
             self.num_keepers[block] -= 1
 
     def give_up(self, blocks: Sequence[int]) -> None:
-        """One less keeps each of them; who was the last frees it, unless somebody holds it."""
+        """Removes one keeper from each block. A block without holders and keepers becomes free."""
         for block in blocks:
             self.num_keepers[block] -= 1
             if not self.num_holders[block]:
                 self.num_kept -= 1
-                self._let_go(block)
+                self._free_unless_kept(block)
 
-    def _let_go(self, block: int) -> None:
-        """Nobody holds it any more."""
+    def _free_unless_kept(self, block: int) -> None:
+        """Frees a block without holders, unless it has keepers."""
         if self.num_keepers[block]:
             self.num_kept += 1
         else:
@@ -105,21 +107,24 @@ class _Holding:
     blocks: list[int]
     key: _PrefixKey
     states: States | None = None
-    """Of a sample that is parked, where the model has any."""
+    """States of a parked sample, if the model has any."""
 
 
 @dataclass
 class _Prefix:
-    """Who holds a prompt's full blocks, which are equal, and what follows of the prompt, in a block each."""
+    """All holdings of one prompt. They share its full blocks. Each has a separate block for the rest of the prompt."""
 
     holdings: list[_Holding] = field(default_factory=list)
     is_computed: bool = False
 
 
 class EnteredSample(NamedTuple):
-    """What a sample needs that has just entered: its head computed, and stored from position `first` on; or nothing but
-    a copy (source, destination) of the block that its prompt fills in part. Where it `follows`, what stands before
-    `first` is there and is not computed either, and so are the sample's `states` there, where the model has any."""
+    """The work needed for a newly entered sample.
+
+    If `is_computed`, its head is computed and stored from position `first` on. Otherwise only the partly filled block
+    of its prompt is copied, as (source, destination). If it `follows`, the cache already holds everything before
+    `first`, and the sample's `states` there if the model has any.
+    """
 
     is_computed: bool
     first: int
@@ -129,11 +134,11 @@ class EnteredSample(NamedTuple):
 
 
 class BlockTables:
-    """Tables of blocks of `block_tokens` tokens; a slot holds as many as its positions need.
+    """Tables of blocks of `block_tokens` tokens. A slot holds as many blocks as its positions need.
 
-    Samples of one prompt refer to the same blocks where the prompt fills them; nobody writes to those. All else a
-    sample has for itself. Those that are parked keep their blocks until somebody needs them. Without `shares_computed`
-    a prompt is computed anew for samples that enter later than others of it: of those states have gone on.
+    Samples of one prompt share its full blocks, which are never written again. All other blocks belong to one sample.
+    Parked samples keep their blocks until another sample needs them. Without `shares_computed` a prompt is computed
+    again for later samples, because the states of the earlier ones have advanced past it.
     """
 
     def __init__(
@@ -143,13 +148,14 @@ class BlockTables:
         self.block_tokens = block_tokens
         self.pool = BlockPool(num_blocks)
         self.rows = np.zeros((num_slots, blocks_of(max_tokens, block_tokens)), dtype=np.int32)
-        """[slots, blocks of the longest sample]: the blocks of each slot; 0 where it has none."""
+        """Blocks of each slot, 0 for unused entries, shape [slots, blocks of the longest sample]."""
         self._holdings: list[_Holding | None] = [None] * num_slots
         self._prefixes: dict[_PrefixKey, _Prefix] = {}
         self.parked: ParkedSamples[_Holding] = ParkedSamples(self._give_up)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
-        """As KvCache says. One more block stays free for each that runs then, since all may fill theirs at one time."""
+        """Implements KvCache.num_admissible. One block per running sample stays free, since all may fill theirs
+        together."""
         pool, counted, claimed = self.pool, set[_PrefixKey](), set[int]()
         num_left, count = pool.num_free + pool.num_kept, 0
         for sample in waiting:
@@ -168,8 +174,8 @@ class BlockTables:
         return count if many else 0
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> list[EnteredSample]:
-        """Room for each sample's context in slots from `first_slot` on."""
-        # What is there for any of them is held before room is made for others by giving up what is parked.
+        """Allocates room for the samples' contexts in slots from `first_slot` on."""
+        # Blocks found for any sample are held before parked blocks are given up for the others.
         found = [self._find(sample, version) for sample in samples]
         entries = [
             self._enter(slot, sample, start or self._find(sample, version) or self._begin(sample, version))
@@ -180,7 +186,7 @@ class BlockTables:
         return entries
 
     def extend(self, slot: int, position: int) -> int:
-        """As KvCache says."""
+        """Implements KvCache.extend."""
         holding = self._held(slot)
         count = len(holding.blocks)
         if count * self.block_tokens <= position and self._make_free(1):
@@ -189,13 +195,13 @@ class BlockTables:
         return len(holding.blocks) * self.block_tokens
 
     def move(self, source: int, destination: int) -> None:
-        """`destination` gives its blocks back and gets those of `source`."""
+        """Frees the blocks of `destination` and moves those of `source` there."""
         self.free(destination)
         self._holdings[destination], self._holdings[source] = self._holdings[source], None
         self.rows[destination], self.rows[source] = self.rows[source], 0
 
     def free(self, slot: int) -> None:
-        """The slot gives its blocks back, if it has any."""
+        """Frees the blocks of the slot, if any."""
         holding = self._holdings[slot]
         if holding is None:
             return
@@ -205,7 +211,7 @@ class BlockTables:
         self.rows[slot] = 0
 
     def park(self, slot: int, sample: Sample, states: States | None = None) -> None:
-        """As KvCache says."""
+        """Implements KvCache.park."""
         holding = self._held(slot)
         holding.states = states
         self.pool.keep(holding.blocks)
@@ -214,8 +220,10 @@ class BlockTables:
         self.rows[slot] = 0
 
     def _needs(self, sample: Sample, version: int, counted: set[_PrefixKey]) -> tuple[int, Sequence[int]]:
-        """(blocks that the sample would take, blocks that are there for it) after samples with the prompts `counted`,
-        to which its own is added."""
+        """Returns (number of new blocks for the sample, blocks available for sharing). Adds its prompt to `counted`.
+
+        `counted` has the prompts of samples considered before it.
+        """
         num_blocks = blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens)
         if parked := self.parked.get(sample):
             return num_blocks - len(parked.memory.blocks), parked.memory.blocks
@@ -228,7 +236,7 @@ class BlockTables:
         return num_blocks - num_shared, ()
 
     def _find(self, sample: Sample, version: int) -> tuple[_Holding, EnteredSample] | None:
-        """Hold what is there of the sample: a holding without what it needs besides; None where nothing is."""
+        """Holds the blocks available for the sample. Returns None if there are none."""
         if parked := self.parked.take(sample):
             self.pool.hold_again(parked.memory.blocks)
             states, parked.memory.states = parked.memory.states, None
@@ -263,14 +271,14 @@ class BlockTables:
         return entry._replace(copy=(entry.copy[0], own[0])) if entry.copy else entry
 
     def _make_free(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free, once enough is given up of what is parked."""
+        """Evicts parked samples until so many blocks are free. Returns whether they are."""
         while self.pool.num_free < num_blocks:
             if not self.parked.evict():
                 return False
         return True
 
     def _give_up(self, holding: _Holding) -> None:
-        """Of a sample that was parked."""
+        """Gives up the blocks of a parked sample."""
         self.pool.give_up(holding.blocks)
         self._forget(holding)
 
@@ -287,26 +295,29 @@ class BlockTables:
 
 
 def blocks_of(num_tokens: int, block_tokens: int) -> int:
-    """Blocks that so many positions take."""
+    """Returns the number of blocks for so many positions."""
     return -(-num_tokens // block_tokens)
 
 
-# How many blocks of keys and values a rank may have.
+# The number of blocks of a rank.
 
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class KvBudget:
-    """`num_bytes` is asked whenever the memory is taken; `given` is rollout.kv_cache_gb."""
+    """The limit of KV cache memory. `num_bytes` is called at each allocation. `given` is the value of
+    rollout.kv_cache_gb."""
 
     given: float | str
     num_bytes: Callable[[], int]
 
 
 def budget_of(given: float | str, device: torch.device, workspace_bytes: int) -> KvBudget | None:
-    """What rollout.kv_cache_gb means on `device`: "auto" is no limit where the device is the host, and on a GPU what is
-    free without the `workspace_bytes` that the engine needs besides."""
+    """Returns the meaning of rollout.kv_cache_gb on `device`.
+
+    "auto" means no limit on a CPU. On a GPU it means the free memory minus the engine's `workspace_bytes`.
+    """
     if not isinstance(given, str):
         num_bytes = int(given * GB)
         return KvBudget(given, lambda: num_bytes)
@@ -314,8 +325,8 @@ def budget_of(given: float | str, device: torch.device, workspace_bytes: int) ->
 
 
 def free_bytes(device: torch.device, workspace_bytes: int) -> int:
-    """Of what is free on a CUDA device now, what keys and values may have."""
-    torch.cuda.empty_cache()  # what the allocator keeps for others lies in pieces
+    """Returns the free bytes of a CUDA device available to keys and values."""
+    torch.cuda.empty_cache()  # the allocator's cached memory is fragmented
     free, total = torch.cuda.mem_get_info(device)
     return room_for_cache(free, total, workspace_bytes)
 
@@ -331,10 +342,11 @@ def num_blocks(
     states_bytes: int = 0,
     is_cut: bool = True,
 ) -> int:
-    """Blocks that `num_bytes` hold beside `states_bytes` of states of samples, no more than all running samples can
-    fill, one for idle slots included. `is_cut`: whether ranks share out what a token has.
+    """Returns the number of blocks in `num_bytes` after subtracting `states_bytes` for states of samples.
 
-    ConfigError where they do not hold the longest sample.
+    It includes one block for idle slots, and is at most the number that all running samples can fill. `is_cut` says
+    whether ranks divide a token's keys and values; it affects only the advice. Raises ConfigError if the longest sample
+    does not fit.
     """
     longest = blocks_of(max_context_tokens, block_tokens)
     found = max(0, num_bytes - states_bytes) // block_bytes
@@ -344,10 +356,10 @@ def num_blocks(
     if found < longest + 1:
         beside = ""
         if states_bytes:
-            beside = f", beside {states_bytes / GB:.3g} GB of states of rollout.max_running_requests samples"
+            beside = f", plus {states_bytes / GB:.3g} GB of states of rollout.max_running_requests samples"
         raise ConfigError(
-            f"rollout.kv_cache_gb: got {budget.given}, which is {num_bytes / GB:.3g} GB here: {found} blocks of "
-            f"{block_tokens} tokens, {block_bytes / GB:.3g} GB each{beside}; expected at least {longest + 1}, or "
+            f"rollout.kv_cache_gb: got {budget.given}, which is {num_bytes / GB:.3g} GB here and holds {found} blocks "
+            f"of {block_tokens} tokens, {block_bytes / GB:.3g} GB each{beside}; expected at least {longest + 1}, or "
             f"{((longest + 1) * block_bytes + states_bytes) / GB:.3g} GB, for one sample of rollout.max_context_tokens "
             f"= {max_context_tokens} and one block for idle slots. Raise rollout.kv_cache_gb{remedy}."
         )

@@ -1,4 +1,4 @@
-"""One decode step: slots, draws by the Gumbel maximum, recorded graphs, and what was drawn."""
+"""Decode steps: their slots, sampling by the Gumbel maximum, recorded graphs, and the generated tokens."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -18,28 +18,28 @@ from rltrain.rollout.engine import SamplingParams
 # Random numbers that depend only on a sample's seed, the position in its response and a counter.
 
 POSITION_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The golden ratio's fraction of 2**64, by which SplitMix64 advances."""
+"""2**64 times the fraction of the golden ratio. SplitMix64 advances by this."""
 COUNTER_STEP = 0x91E10DA5C79E7B1D - (1 << 64)
-"""The square of the plastic ratio's fraction of 2**64. No two (position, counter) pairs of a response coincide: below
-2**20 positions, counters would have to be 2**42 apart."""
+"""2**64 times the fraction of the squared plastic ratio. No two (position, counter) pairs of a response coincide: with
+fewer than 2**20 positions, their counters would have to differ by 2**42."""
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 UNIFORM_BITS = (1 << 63 | 1) - (1 << 64)
-"""Set in a mixed number, they leave an odd negative one between -2**63 and -1."""
+"""Bits set in a mixed number. The result is an odd negative number between -2**63 and -1."""
 UNIFORM_SCALE = 2.0**-63 * (1 - 2.0**-24)
-"""Of such a number, as float32, this makes one below 0 and not below -1 + 2**-24."""
+"""Factor that maps such a number, as float32, to a value below 0 and at least -1 + 2**-24."""
 NO_STREAM = -(1 << 63)
-"""Marks a row that is drawn greedily. A seed's own stream begins there with a probability of 2**-64."""
+"""Marks a greedy row. The stream of a seed has this value with probability 2**-64."""
 
 
 def mix64(values: Tensor) -> Tensor:
-    """The splitmix64 finaliser on int64 tensors (wrapping arithmetic, shifts made logical by masks)."""
+    """Applies the splitmix64 finaliser to int64 tensors, with wrapping arithmetic. Masks make the shifts logical."""
     values = _multiplied(values)
     return values ^ _shift_right(values, 31)
 
 
 def _multiplied(values: Tensor) -> Tensor:
-    """The finaliser but for its last step, which leaves the upper 31 bits as they are."""
+    """Applies the finaliser without its last step, which does not affect the upper 31 bits."""
     values = (values ^ _shift_right(values, 30)).mul_(MULTIPLIER_1)
     return values.bitwise_xor_(_shift_right(values, 27)).mul_(MULTIPLIER_2)
 
@@ -49,7 +49,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def random_streams(seeds: list[int], device: torch.device) -> Tensor:
-    """[len(seeds)] int64: where each sample's sequence of random numbers starts."""
+    """Returns the start of each sample's sequence of random numbers, int64, shape [len(seeds)]."""
     signed = [((seed + (1 << 63)) % (1 << 64)) - (1 << 63) for seed in seeds]
     return mix64(torch.tensor(signed, dtype=torch.int64, device=device))
 
@@ -57,36 +57,34 @@ def random_streams(seeds: list[int], device: torch.device) -> Tensor:
 def log_uniforms(streams: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
     """Returns the logarithms of uniform numbers between 0 and 1 as float32, each finite and below 0, one per element.
 
-    All arguments are int64 and broadcast. The uniform numbers are equal on every device; the logarithm may round
-    otherwise. It keeps its precision near 0, where large uniform numbers lie.
+    All arguments are int64 and broadcast. The uniform numbers are equal on every device, but the rounding of the
+    logarithm may differ. It stays precise near 0, the logarithm of large uniform numbers.
     """
     state = torch.add(streams, positions, alpha=POSITION_STEP) + counters * COUNTER_STEP
     return _multiplied(state).bitwise_or_(UNIFORM_BITS).float().mul_(UNIFORM_SCALE).log1p_()
 
 
-# Draws tokens from logits by the Gumbel maximum, with the random numbers of random_streams.
+# Sampling of tokens from logits by the Gumbel maximum, with the random numbers above.
 #
-# Each token has a uniform number of its own. The token whose log(number) / weight is largest is drawn: each token with
-# the probability that its weight has of the total. Rounding changes the token at a near tie alone, while the edges of
-# a
-# cumulative sum move with it. The largest is taken of blocks of tokens first, then of the tokens in that block: so a
-# draw
-# makes a number per block, not one per token.
+# Each token gets a uniform number. The token with the largest log(number) / weight is sampled, with a probability
+# proportional to its weight. Rounding changes the result only near a tie. With a cumulative sum it would shift all
+# edges. Blocks of tokens compete first, then the tokens of the best block. So a row needs a number per block, not per
+# token.
 
 BLOCK_TOKENS = 128
 FIRST_BLOCK = 1 << 32
-"""The counter of the first block's number. Those of tokens are below."""
+"""Counter of the first block's number. Counters of tokens are lower."""
 
 Draw = Callable[[Tensor, Tensor, Tensor, SamplingParams], tuple[Tensor, Tensor]]
-"""Has the arguments and the results of `draw`."""
+"""A function with the arguments and results of `draw`."""
 
 
 def draw(logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Returns one token per row of `logits` [rows, vocab] float32, and its log-prob; both [rows].
+    """Samples one token per row of `logits` [rows, vocab] float32. Returns (tokens, log-probs), both of shape [rows].
 
-    `streams` and `positions` [rows] int64 name the random numbers. A row is greedy where its stream is NO_STREAM and
-    `sampling` has greedy samples among others. Log-probs are those of the tempered distribution before truncation, of
-    temperature 1 where it is 0. A row that is not finite gives some token, and a log-prob that is not finite.
+    `streams` and `positions` [rows] int64 select the random numbers. A row with stream NO_STREAM is greedy if
+    `sampling` has greedy samples among others. Log-probs are those of the tempered distribution before truncation, at
+    temperature 1 if it is 0. A row with non-finite values gives an arbitrary token and a non-finite log-prob.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
@@ -107,9 +105,9 @@ def draw(logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingP
 
 
 def race(weights: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
-    """Returns [rows, 1] tokens, each with a probability proportional to its row of `weights` [rows, vocab].
+    """Samples tokens with probabilities proportional to `weights` [rows, vocab]. Returns shape [rows, 1].
 
-    `streams` and `positions` are [rows, 1]. A row that holds NaN gives a place of one.
+    `streams` and `positions` have shape [rows, 1]. A row with NaN gives the index of a NaN.
     """
     rows, vocab = weights.shape
     if vocab <= BLOCK_TOKENS:
@@ -124,19 +122,20 @@ def race(weights: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
 
 
 def _largest(weights: Tensor, streams: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
-    """Returns [rows, 1] places of the largest log(number) / weight."""
+    """Returns the index of the largest log(number) / weight in each row, shape [rows, 1]."""
     return log_uniforms(streams, positions, counters).div_(weights).argmax(-1, keepdim=True)
 
 
 def truncates(sampling: SamplingParams) -> bool:
-    """Returns whether tokens are left out of the draw."""
+    """Returns whether top-k or top-p excludes tokens."""
     return bool(sampling.top_k) or sampling.top_p < 1
 
 
 def truncate(probabilities: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns kept probabilities (others 0) in descending order, and their token ids; both [rows, at most vocab].
+    """Returns the kept probabilities (0 elsewhere), sorted descending, and their token ids, both [rows, at most vocab].
 
-    The `top_k` most likely tokens stay (0: all), then the fewest of these that reach `top_p` of their joint mass.
+    The `top_k` most likely tokens are kept (0: all). Of these, the fewest that reach `top_p` of their joint mass are
+    kept.
     """
     num_kept = min(top_k, probabilities.shape[-1]) if top_k else probabilities.shape[-1]
     if top_k:
@@ -153,28 +152,29 @@ def truncate(probabilities: Tensor, top_p: float, top_k: int) -> tuple[Tensor, T
 def draw_by_kernel(
     logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `draw` returns. A Triton kernel reads the logits once where all tokens take part."""
+    """Returns the result of `draw`. Without truncation it uses a Triton kernel that reads the logits once."""
     if truncates(sampling) and sampling.temperature > 0:
         return draw(logits, streams, positions, sampling)
-    from rltrain.rollout.embedded.triton_kernels import draw_rows  # not without Triton
+    from rltrain.rollout.embedded.triton_kernels import draw_rows  # needs Triton
 
     return draw_rows(logits, streams, positions, sampling.temperature)
 
 
 def choose_draw(device: torch.device) -> tuple[Draw, str]:
-    """Returns the fastest draw that works on `device`, and why the kernel is not used where a GPU could have it."""
+    """Returns (the fastest working draw on `device`, the reason against the kernel on a GPU or an empty string)."""
     if device.type != "cuda":
         return draw, ""
     try:
         wrong = num_differences(device)
-    except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
+    except Exception as refusal:  # any failure of a version, GPU, compiler or driver
         return draw, f"{type(refusal).__name__}: {refusal}".split("\n")[0]
-    return (draw, f"it draws {wrong} of 64 tokens otherwise") if wrong else (draw_by_kernel, "")
+    return (draw, f"it samples {wrong} of 64 tokens differently") if wrong else (draw_by_kernel, "")
 
 
 @torch.inference_mode()
 def num_differences(device: torch.device) -> int:
-    """Returns how many of 64 draws the kernel makes otherwise than `draw`. Raises whatever the kernel does."""
+    """Returns the number of tokens, out of 64, on which the kernel differs from `draw`. Raises any error of the
+    kernel."""
     rows, sampling = 64, SamplingParams(0.7, 1.0, 0, 1, ())
     logits = torch.randn(rows, 3000, generator=torch.Generator().manual_seed(0)).mul_(3).to(device)
     streams, positions = random_streams([*range(rows)], device), torch.arange(rows, device=device)
@@ -183,18 +183,21 @@ def num_differences(device: torch.device) -> int:
     return int(differ.sum())
 
 
-# Steps that are recorded once and replayed, which saves the host's work of launching each of their kernels.
+# Recorded steps. Replaying them saves the launches of their kernels by the host.
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes of a step, without executing it, what does the same on the same memory: a replay."""
+"""A function that records a step without executing it. It returns a replay of the step on the same memory."""
 
 _MAX_REPLAYS = 256
-"""Each takes memory of its own for its list of kernels."""
+"""Limit of recordings, because each needs memory for its list of kernels."""
 
 
 class Recordings:
-    """A step is named by all that shapes it. It runs as it is at first, which prepares what it needs of libraries and
-    communicators; the second time it is recorded, and replayed from then on."""
+    """Recorded steps by name. The name must determine everything that shapes the step.
+
+    The first run is not recorded. It initializes libraries and communicators. The second run records the step, and all
+    further ones replay it.
+    """
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -203,13 +206,13 @@ class Recordings:
         self._replays: dict[Hashable, Callable[[], None]] = {}
 
     def expire(self, addresses: tuple[int, ...]) -> None:
-        """Forget all recordings unless `addresses`, of the memory that they use, are as they were."""
+        """Drops all recordings if `addresses`, those of the memory they use, have changed."""
         if addresses != self._addresses:
             self.forget()
             self._addresses = addresses
 
     def run(self, name: Hashable, step: Callable[[], None]) -> None:
-        """Do what `step` does."""
+        """Executes the step, by a replay if possible."""
         if name not in self._seen:
             self._seen.add(name)
             step()
@@ -221,22 +224,22 @@ class Recordings:
         self._replays[name]()
 
     def forget(self) -> None:
-        """Drop the recordings. What was seen was prepared, and need not be again."""
+        """Drops the recordings. Steps seen before need no further preparation."""
         self._replays.clear()
 
 
 def recorder(device: torch.device, group: dist.ProcessGroup | None) -> Record | None:
-    """CUDA graphs; None on CPU, which launches nothing, and where gloo would take the host into every step."""
+    """Returns a recorder of CUDA graphs. Returns None on a CPU, or if gloo needs the host in every step."""
     if device.type != "cuda" or (group is not None and dist.get_backend(group) != "nccl"):
         return None
     return CudaGraphs()
 
 
 class CudaGraphs:
-    """Records CUDA graphs, which share the memory of their intermediate results: they never run at one time.
+    """Records CUDA graphs. They share memory for intermediate results, because they never run at the same time.
 
-    A pool ends with its last graph, and torch refuses to record into one that has ended while anything still lies in
-    it, as cuBLAS's workspace does. So the first graph of all, and the first after the last one is gone, gets a new one.
+    A memory pool ends with its last graph. Torch refuses to record into an ended pool while it still has allocations,
+    such as the workspace of cuBLAS. So a new pool is made whenever no graph is left.
     """
 
     def __init__(self) -> None:
@@ -247,77 +250,77 @@ class CudaGraphs:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may go on using the device meanwhile.
+        # Other threads of this process may keep using the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._graphs.add(graph)
         return graph.replay
 
 
-# What the running responses have drawn, kept on the device until somebody reads it.
+# Generated tokens of the running responses, kept on the device until they are read.
 
 
 class Transcript:
-    """Tokens and log-probs [capacity, num_columns], a column per response: row p holds what feeding position p drew.
+    """Tokens and log-probs, shape [capacity, num_columns], with one column per response.
 
-    A response keeps its column while it moves between the slots of the cache, and its places while capacity grows.
-    One more column, that no response has, is for what nobody will read.
+    Row p has the token generated from position p. A response keeps its column when it moves between slots of the cache,
+    and its places when capacity grows. One further column belongs to no response and takes unneeded output.
     """
 
     def __init__(self, num_columns: int, device: torch.device) -> None:
         self._num_columns = num_columns + 1
-        self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # both flat, as `write` needs them
+        self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # flat for `write`, as are the log-probs
         self._logprobs = torch.zeros(0, dtype=torch.float32, device=device)
         self.nowhere = num_columns
-        """A place of the column that nobody reads."""
+        """A place in the unused column."""
         self.clear()
 
     def clear(self) -> None:
-        """Free all columns."""
+        """Frees all columns."""
         self._free = list(range(self.nowhere))[::-1]
 
     def reserve(self, capacity: int) -> None:
-        """Make room for positions below `capacity`, keeping what is there."""
+        """Makes room for positions below `capacity` and keeps the content."""
         size = capacity * self._num_columns
         if size > len(self._tokens):
             self._tokens, self._logprobs = _grown(self._tokens, size), _grown(self._logprobs, size)
 
     @property
     def stride(self) -> int:
-        """From a place to that of the column's next position."""
+        """Distance from a place to the next position of the same column."""
         return self._num_columns
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self._tokens, self._logprobs = self._tokens.new_empty(0), self._logprobs.new_empty(0)
 
     def addresses(self) -> tuple[int, int]:
-        """Where tokens and log-probs lie now."""
+        """Returns the addresses of tokens and log-probs."""
         return self._tokens.data_ptr(), self._logprobs.data_ptr()
 
     def take(self, num_columns: int) -> list[int]:
-        """Free columns, for as many responses."""
+        """Takes free columns for new responses."""
         return [self._free.pop() for _ in range(num_columns)]
 
     def give_back(self, columns: Sequence[int]) -> None:
-        """Free the columns of responses that are done."""
+        """Frees the columns of finished responses."""
         self._free += columns
 
     def place(self, position: int, column: int) -> int:
-        """Where `write` puts what feeding `position` draws; the next position is `stride` further."""
+        """Returns the place for the token generated from `position`. The next position is `stride` further."""
         return position * self._num_columns + column
 
     def write(self, places: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Note what was drawn at each place: all [running]."""
+        """Stores the generated tokens at their places. All arguments have shape [running]."""
         self._tokens.index_copy_(0, places, tokens)
         self._logprobs.index_copy_(0, places, logprobs)
 
     def read(self, spans: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs, on the host, of each span: its column, its first position and how many."""
+        """Returns (tokens, log-probs) on the host for each span of (column, first position, count)."""
         counts = [count for _, _, count in spans]
         starts = [self.place(first, column) for column, first, _ in spans]
         ends = [*accumulate(counts)]
-        # Place n of all that is wanted is `stride` after place n - 1, but where a span starts.
+        # Each wanted place is `stride` after the previous one, except at the start of a span.
         bases = [start - (end - n) * self.stride for start, end, n in zip(starts, ends, counts, strict=True)]
         per_span = torch.tensor([bases, counts], dtype=torch.int64, device=self._tokens.device)
         wanted = torch.arange(sum(counts), device=per_span.device).mul_(self.stride)
@@ -332,18 +335,18 @@ def _grown(buffer: Tensor, size: int) -> Tensor:
     return grown
 
 
-# All that a decode step reads and writes besides weights: it outlives sessions, so that recorded steps can too.
+# State of decode steps other than weights. It outlives a generation, so recorded steps stay valid.
 
 # Rows of the state.
 TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)
 
 
 class Slots:
-    """Running responses fill slots 0 .. num_running - 1 of the cache and of `state` [6, slots] int64.
+    """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [6, slots] int64.
 
-    `TOKEN` is the next token to feed, `POSITION` where it stands, `DRAWN` how many response tokens exist, `LIMIT` how
-    many may, `PLACE` where the transcript notes the next one, `STREAM` where the random numbers start. An idle slot may
-    take part in a step: it feeds the same token to position 0 again and again, and nobody reads what it draws.
+    `TOKEN` is the next input token and `POSITION` its position. `DRAWN` is the number of response tokens and `LIMIT`
+    their limit. `PLACE` is the transcript's place for the next token. `STREAM` is the start of the random numbers.
+    Idle slots may take part in a step. They repeat the same token at position 0, and their output is ignored.
     """
 
     def __init__(self, cache: KvCache, num_slots: int, device: torch.device) -> None:
@@ -352,33 +355,33 @@ class Slots:
         self.transcript = Transcript(num_slots, device)
         self.state = torch.zeros(6, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
-        """What a step adds to POSITION, DRAWN and PLACE."""
+        """Increments of POSITION, DRAWN and PLACE per step."""
         self.stopped, self.failed, self.finished = torch.zeros(3, num_slots, dtype=torch.bool, device=device)
-        """Of the last step: whose token was a stop token, whose logits were not finite, and whose response ends for
-        either or for its length."""
+        """Flags of the last step: a stop token was generated, the logits were not finite, the response ended (for
+        either reason or by its length)."""
         self.num_preempted = 0
-        """Samples that had to wait again since somebody set it to 0."""
+        """Number of preempted samples since a reader last set this to 0."""
         idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
         self._idle_state = torch.tensor(idle, device=device)[:, None]
         self.clear()
 
     def clear(self) -> None:
-        """All slots are idle."""
+        """Makes all slots idle."""
         self.transcript.clear()
         self.free(0, self.num_slots)
 
     def release(self) -> None:
-        """Give the memory back that grows with the context."""
+        """Frees the memory that grows with the context."""
         self.cache.release()
         self.transcript.release()
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
-        """Make room for `num_positions` in each of `num_slots`, of which the first `num_used` keep what they hold."""
+        """Makes room for `num_positions` in each of `num_slots`. The first `num_used` slots keep their content."""
         self.cache.reserve(num_slots, num_positions, num_used=num_used)
         self.transcript.reserve(self.cache.capacity)
 
     def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
-        """Start responses from slot `first` on: `rows` are their TOKEN to LIMIT."""
+        """Starts responses in slots from `first` on. `rows` are their state rows from TOKEN to LIMIT."""
         new = slice(first, first + len(streams))
         self.state[:STREAM, new] = torch.tensor(rows, dtype=torch.int64, device=streams.device)
         self.state[STREAM, new] = streams
@@ -386,30 +389,31 @@ class Slots:
         self.increments[2, new] = self.transcript.stride
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
-        """Copy slots `sources` over slots `destinations`, up to `num_positions`."""
+        """Copies slots `sources` to slots `destinations`, up to `num_positions`."""
         to, by = torch.tensor([destinations, sources], device=self.state.device)
         self.state.index_copy_(1, to, self.state.index_select(1, by))
         self.cache.move(sources, destinations, num_positions)
 
     def free(self, first: int, end: int) -> None:
-        """Slots from `first` up to `end` are idle from now on."""
+        """Makes the slots from `first` up to `end` idle."""
         self.state[:, first:end] = self._idle_state
         self.increments[:, first:end] = 0
         self.cache.free(first, end)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where everything lies now, and how: equal as long as a recorded step is valid."""
+        """Returns the addresses and shapes that a recorded step depends on."""
         return *self.cache.addresses(), *self.transcript.addresses()
 
 
-# One decode step as work on memory that stays where it is, so that it can be recorded and replayed.
+# One decode step on memory with constant addresses, so it can be recorded and replayed.
 
 _RECORDED_SIZES = 2
-"""Of numbers of slots, from each power of two up to the next."""
+"""Recorded sizes (numbers of slots) between two powers of two."""
 
 
 class Decoder:
-    """Decode steps on the first of the slots: with `record`, on few numbers of slots and positions, recorded."""
+    """Makes decode steps on the first slots. With `record` the numbers of slots and positions are rounded up to a few
+    sizes, so that recorded steps can be reused."""
 
     def __init__(self, model: EngineModel, slots: Slots, draw: Draw, record: Record | None) -> None:
         self._model, self._slots, self._draw = model, slots, draw
@@ -417,7 +421,7 @@ class Decoder:
         self._recordings = Recordings(record) if record else None
 
     def step(self, num_running: int, num_positions: int, sampling: SamplingParams) -> None:
-        """Feed the running slots' tokens, which stand below `num_positions`, and draw the next ones.
+        """Generates the next token of every running slot. Their tokens are at positions below `num_positions`.
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -434,7 +438,7 @@ class Decoder:
             self._recordings.run((num_slots, num_positions, sampling), step)
 
     def forget(self) -> None:
-        """Drop what is recorded, and its memory."""
+        """Drops the recorded steps and their memory."""
         if self._recordings:
             self._recordings.forget()
 
@@ -454,7 +458,7 @@ class Decoder:
         torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
 
     def _stops(self, sampling: SamplingParams) -> Tensor:
-        """The stop tokens, where recorded steps find them again."""
+        """Returns the stop tokens as a tensor with a constant address, as needed by recorded steps."""
         ids = sampling.stop_token_ids
         if ids not in self._stop_tokens:
             self._stop_tokens[ids] = torch.tensor(ids, dtype=torch.int64, device=self._slots.state.device)

@@ -1,4 +1,4 @@
-"""The embedded engine: in-process generation on weights that a sync updates in place."""
+"""The embedded engine. It generates in this process, on weights updated in place by weight syncs."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,21 +38,24 @@ from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import workspace_beside_cache
 
-# The embedded engine: in-process generation on weights that a weight sync updates in place.
+# The engine.
 
 
 class EmbeddedEngine(Engine):
-    """`parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
-    place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
-    The KV cache's memory is kept until released; with `kv_budget` it is blocks within that, else a slot per sample, as
-    long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
-    then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
-    None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
-    way than as they lie, by name. `residual_dtype` and `head_dtype` are as in config section model. With
-    `record_routing` samples come back with the experts that their tokens visited (ValueError for a model without
-    experts).
+    """Generates on `parameters`, named and shaped as in SGLang.
 
-    `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
+    The parameters belong to the caller and may be rewritten in place between two steps. Nothing derived from them is
+    kept except cached keys and values of running responses. `max_context_tokens` limits prompt and response together; a
+    response that reaches it is truncated.
+
+    `kv_budget` limits the KV cache, which then consists of blocks. Without it each sample has a slot as long as the
+    longest one. The memory is kept until it is released. `cache_returns` reports whether that memory will return to the
+    same addresses after others take it. It is not released then, and recorded steps stay valid.
+
+    `record` records decode steps for replay; None uses the device's method, if any. `matrices` has the parameters with
+    a special way of reading, by name. `residual_dtype` and `head_dtype` are as in config section model. With
+    `record_routing` samples return with the experts of their tokens. Raises ValueError if the model has no experts
+    then.
     """
 
     def __init__(
@@ -94,17 +97,17 @@ class EmbeddedEngine(Engine):
             record_routing=record_routing,
         )
         self._cache_returns = cache_returns
-        self.decodes_by = "a slot of its own for each sample"
+        self.decodes_by = "one slot per sample"
         self._was_released, self._has_budget = False, kv_budget is not None
         self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
         if record is None:
             record = recorder(self._device, tp_group)
             if record is not None and self._model.needs_host:
                 record = None
-                self.decodes_by += f"; steps are not recorded, since torch has no product for all experts in {dtype}"
+                self.decodes_by += f"; steps are not recorded, because torch has no grouped product in {dtype}"
         draw, reason = choose_draw(self._device)
         if reason:
-            self.decodes_by += f"; not drawn by a Triton kernel: {reason}"
+            self.decodes_by += f"; sampling without a Triton kernel: {reason}"
         self._decoder = Decoder(self._model, self._slots, draw, record)
         self._generation: Generation | None = None
         check_device(self, self._device)
@@ -115,7 +118,7 @@ class EmbeddedEngine(Engine):
 
     @property
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step, as far as is known before they are submitted."""
+        """Number of further samples that could start at the next step, as far as known before their submission."""
         return self._room(self._max_running_requests)
 
     @property
@@ -129,18 +132,19 @@ class EmbeddedEngine(Engine):
         return max(0, most - self.num_unfinished)
 
     def begin_update(self) -> None:
-        """Withdraw the policy version: the weights are about to be rewritten. What is running stays."""
+        """Withdraws the policy version, because the weights are about to be rewritten. Running samples stay."""
         self.policy_version = None
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """The parameters themselves: new weights come in place, adapters that are apart as a part of their own."""
+        """Returns the parameters themselves, since new weights are written in place. Separate adapters are a part of
+        their own."""
         return self._parameters
 
     def arrived(self, part: int) -> None:
-        """Nothing is left to do."""
+        """Does nothing, since the weights are already in place."""
 
     def end_update(self, version: int) -> None:
-        """Serve `version` from the next step on."""
+        """Serves `version` from the next step on."""
         self.policy_version = version
 
     @torch.inference_mode()
@@ -161,10 +165,10 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Sample]:
-        """Admit what fits and draw one token of every running sample; those that it ends.
+        """Admits waiting samples, generates one token for every running sample and returns the finished ones.
 
-        Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
-        Collective over: the engine's tensor-parallel group.
+        Raises SyncError on every rank between `begin_update` and `end_update`. Collective over: the engine's
+        tensor-parallel group.
         """
         version = served_version(self.policy_version)
         if self._generation is None:
@@ -174,9 +178,9 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def suspend(self) -> list[Sample]:
-        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
+        """Removes and returns all unfinished samples in the order of submission, each with its tokens so far.
 
-        Nothing is kept of samples that wait between two turns either: they may go on elsewhere.
+        Nothing is kept of samples between two turns either, because they may continue elsewhere.
         """
         self._slots.cache.parked.clear()
         generation, self._generation = self._generation, None
@@ -201,9 +205,9 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """The samples, finished and in their order, while nothing else is unfinished.
+        """Returns `samples` finished, in their order. Raises ValueError if anything else is unfinished.
 
-        Raises as `step` does. Collective over: the engine's tensor-parallel group.
+        Raises the errors of `step`. Collective over: the engine's tensor-parallel group.
         """
         version = served_version(self.policy_version)
         expect_idle(self.num_unfinished, "generate")
@@ -215,30 +219,30 @@ class EmbeddedEngine(Engine):
         return [finished[sample.id] for sample in samples]
 
     def forget(self, ids: Collection[int]) -> None:
-        """Samples that will not come back: what was kept of their keys and values is free."""
+        """Frees the keys and values kept for these samples. They will not return."""
         self._slots.cache.parked.forget(ids)
 
     def cache_tensors(self) -> tuple[Tensor, ...]:
-        """The keys and values that the cache holds memory for now."""
+        """Returns the tensors with memory for keys and values at present."""
         return self._slots.cache.tensors()
 
     def release_cache(self) -> None:
-        """Free the KV cache's memory; the next step allocates what it needs."""
+        """Frees the memory of the KV cache. The next step allocates it again."""
         expect_idle(self.num_unfinished, "release_cache")
         if self._cache_returns() and self._was_released:
             self._slots.cache.parked.clear()
             self._slots.clear()
-        else:  # once in any case: in the first turn other roles have not taken all of their memory yet
+        else:  # always the first time, because other roles have not allocated all of their memory yet
             self._was_released |= any(tensor.numel() for tensor in self.cache_tensors())
             self._release()
 
     def close(self) -> None:
-        """Forget what is recorded: communicators can only be destroyed once no recorded step holds them."""
+        """Drops the recorded steps. Communicators can only be destroyed once no recorded step holds them."""
         self._decoder.forget()
 
     def cache_metrics(self) -> dict[str, float]:
-        """Since the last call: how full the KV cache was and how many samples it made wait, where it has a budget; what
-        it kept between turns, where samples have several."""
+        """Returns metrics since the last call: the peak use and preemptions of a limited cache, and reuse between
+        turns."""
         metrics = self._slots.cache.metrics()
         if not self._has_budget:
             return metrics
@@ -257,7 +261,7 @@ class EmbeddedEngine(Engine):
         agree = partial(self._tensor_parallel.least, device=self._device)
         cache = BlockCache(shape, budget=budget, attention=attention, agree=agree)
         if budget.given != "auto":
-            cache.num_blocks()  # refused now rather than at the first step
+            cache.num_blocks()  # raises errors now rather than at the first step
         return cache
 
     def _new_generation(self, sampling: SamplingParams) -> Generation:
@@ -272,7 +276,7 @@ class EmbeddedEngine(Engine):
 
     @contextmanager
     def _forgetting_on_divergence(self) -> Iterator[None]:
-        """Forget all samples and the cache, which may hold NaN that a later mask would not hide."""
+        """Drops all samples and the cache on divergence. The cache may hold NaN, which a later mask would not hide."""
         try:
             yield
         except DivergenceError:
@@ -285,13 +289,16 @@ class EmbeddedEngine(Engine):
         self._slots.release()
 
 
-# rltrain's own engine on a rank of a role.
+# The engine on a rank of a role.
 
 logger = logging.getLogger(__name__)
 
 
 def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """As rollout.build says. ConfigError where <role>.kv_cache_gb cannot hold a sample, or cannot be auto."""
+    """Builds the embedded engine (see rollout.build). Raises ConfigError if <role>.kv_cache_gb is unusable.
+
+    It must hold a sample, and it cannot be auto for an engine that shares its GPU permanently.
+    """
     config, settings, world = site.config, site.settings, site.world
     budget = budget_within(site, settings.kv_cache_gb, site.role)
     dtype = getattr(torch, config.model.dtype)
@@ -322,7 +329,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
         logger.warning("%s.engine embedded decodes over %s", site.role, engine.decodes_by)
-    engine.begin_update()  # its weights are zeros until the first update
+    engine.begin_update()  # the weights are zeros until the first update
     parts = {"weights": MemoryPart(weights.values), "kv_cache": kv_cache}
     if adapters:
         parts |= {"weights": MemoryPart(adapters.values), "base": MemoryPart(weights.values)}
@@ -330,19 +337,20 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
 
 
 def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
-    """Whether steps that were recorded are valid when the engine has left and come back: what they read lies where it
-    was, and so do the communicators that they hold."""
+    """Returns whether recorded steps stay valid after the engine leaves and returns. Their memory and communicators
+    must stay."""
     released = site.config.residency.communicators == "release" and len(site.ranks) > 1
     return kv_cache.memory.keeps_addresses and not released
 
 
 def budget_within(site: EngineSite, given: float | str, role: str) -> KvBudget | None:
-    """For the engine of a site, whose config section is `role`; ConfigError where auto cannot be known."""
+    """Returns the KV budget of a site's engine with config section `role`. Raises ConfigError if auto cannot be
+    determined."""
     workspace_bytes = workspace_beside_cache(site.config, site.architecture, site.grid, role)
     budget = budget_of(given, site.world.device, workspace_bytes)
     if budget and budget.given == "auto" and site.others and not site.leaves:
         raise ConfigError(
             f"{role}.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "
-            f"expected a number, since it cannot see what those will need, or {role}.offload: true"
+            f"expected a number, because the later need of those is unknown, or {role}.offload: true"
         )
     return budget

@@ -1,4 +1,4 @@
-"""Continuous batching: which samples run, and how their contexts are cached."""
+"""Continuous batching: admission of waiting samples, prefill of their contexts, and their way through the slots."""
 
 import sys
 from collections import deque
@@ -17,15 +17,14 @@ from rltrain.rollout.engine import START_FRACTION, SamplingParams, StopStrings, 
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.workspace import PASS_TOKENS
 
-# Caching the contexts of samples that start, all but their last tokens.
+# Prefill of the contexts of starting samples, without their last tokens.
 
 _PASS_SCORES = 1 << 22
-"""Pairs of a padded token and a position that it may attend to, in one pass over suffixes; bounds what one head takes
-for its scores."""
+"""Limit of (padded token, attended position) pairs in one pass over suffixes. It bounds the scores of one head."""
 
 
 def fill_cache(model: EngineModel, cache: KvCache, entered: Entered, device: torch.device) -> None:
-    """Compute what has `entered` the cache, each distinct head once.
+    """Computes the keys and values of `entered` samples, each distinct head once.
 
     Collective over: the engine's tensor-parallel group.
     """
@@ -44,7 +43,7 @@ def fill_cache(model: EngineModel, cache: KvCache, entered: Entered, device: tor
 
 
 def head_passes(heads: Iterable[Head]) -> list[list[Head]]:
-    """Those of `heads` that have tokens, from short to long, in parts that fit one pass each."""
+    """Returns the heads with tokens, from short to long, in groups for one pass each."""
     passes: list[list[Head]] = []
     for head in sorted((head for head in heads if head), key=len):
         if passes and (len(passes[-1]) + 1) * len(head) <= PASS_TOKENS:
@@ -55,8 +54,10 @@ def head_passes(heads: Iterable[Head]) -> list[list[Head]]:
 
 
 def suffix_passes(suffixes: Iterable[Suffix]) -> list[list[Suffix]]:
-    """Those of `suffixes` that have tokens, from short to long, in parts that fit one pass each; one that fits none is
-    cut into pieces, each computed before the next."""
+    """Returns the suffixes with tokens, from short to long, in groups for one pass each.
+
+    A suffix too long for a pass is cut into pieces, computed one after the other.
+    """
     passes: list[list[Suffix]] = []
     ordered = sorted((suffix for suffix in suffixes if suffix.tokens), key=lambda suffix: len(suffix.tokens))
     for piece in (piece for suffix in ordered for piece in _pieces(suffix)):
@@ -79,57 +80,58 @@ def _fits_one_pass(suffixes: Sequence[Suffix]) -> bool:
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
-    """[rows * width]"""
+    """Returns the rows padded to `width` and concatenated, shape [rows * width]."""
     padded = [[*row, *[0] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device=device).view(-1)
 
 
-# Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache.
+# Continuous batching of samples with equal `SamplingParams` in the slots of a KV cache.
 
 
 @dataclass(slots=True)
 class _Running:
-    """A sample as it was submitted, and what the host keeps of it while it runs: nothing that every token changes."""
+    """A running sample as submitted, with the host's data about it. No field changes with every token."""
 
     sample: Sample
     number: int
-    """Larger for those that started later."""
+    """Larger for samples that started later."""
     context: tuple[int, ...]
-    """Of the sample: a tuple that is made once."""
+    """The sample's context, stored to build the tuple only once."""
     column: int
-    """Of the transcript."""
+    """Column of the transcript."""
     first_step: int
-    """The first decode step that draws for it."""
+    """First decode step that generates a token for it."""
     recent: deque[int] | None
-    """The last tokens of its turn, where stop strings are looked for."""
+    """The last tokens of its turn, if stop strings are used."""
     routed: Tensor | None = None
-    """Experts of what was fed and is not in the sample's routing yet, once it has been asked for."""
+    """Experts of processed tokens beyond the sample's routing, set when they are requested."""
     end_step: int | None = None
-    """The first decode step that draws for it no more; None while it runs."""
+    """End of its decode steps (exclusive). None while it runs."""
     status: Status = Status.PENDING
 
     @property
     def goes_on(self) -> bool:
-        """Whether its keys and values are to be kept after its turn."""
+        """Whether its keys and values are kept after its turn."""
         return self.sample.goes_on and self.status != Status.FAILED
 
     def position(self, step: int) -> int:
-        """Where the token stands that a decode step feeds for it."""
+        """Returns the position of its input token in a decode step."""
         return len(self.context) - 1 + step - self.first_step
 
 
 class Generation:
-    """Running samples, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
+    """Waiting and running samples of one engine. It alone uses the slots while it exists.
 
-    A sample enters with its context cached but for the last token, which the next decode step feeds: so all sampling
-    happens in one place. A running one draws one token per step, which tells what it drew when. What it drew is read
-    out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
+    Running samples fill the first slots in the order of `_running`. A sample enters with its context cached except for
+    the last token. The next decode step processes that token, so all sampling happens in one place. Each step generates
+    one token per running sample, so step numbers identify tokens. Tokens are read from the device only on request, or
+    when their column of the transcript is needed. In `run` that is many at a time.
 
-    One that goes on after its turn leaves its slot as all do, and its keys and values parked in the cache. Submitted
-    again, what follows them is computed alone.
+    A sample to be continued after its turn leaves its slot, and its keys and values are parked in the cache. When it
+    returns, only the tokens after them are computed.
 
-    Where the cache has no room for the next tokens of all, those that started last wait again, in front of all others
-    that wait, and come back as suspended samples do. So the oldest one always gets on.
+    If the cache has no room for the next tokens, the samples that started last are preempted. They wait in front of all
+    others and later continue like suspended samples. So the oldest sample always makes progress.
     """
 
     def __init__(
@@ -155,9 +157,9 @@ class Generation:
         self._num_positions = 0
         self._num_steps = 0
         self._crowded_step = 0
-        """Before it no running sample needs more room than it has."""
+        """No running sample needs more room before this step."""
         self.is_crowded = False
-        """Whether samples wait for whom there are slots, but no room for keys and values."""
+        """Whether samples wait that have slots but no room for keys and values."""
         self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
 
     @property
@@ -169,7 +171,7 @@ class Generation:
         return self._unfinished.keys()
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Queue samples that `check_samples` has let pass."""
+        """Queues samples that `check_samples` has accepted."""
         if parked := self._slots.cache.parked:
             for sample in samples:
                 parked.expect(sample)
@@ -177,7 +179,7 @@ class Generation:
         self._waiting.extend(samples)
 
     def step(self, policy_version: int) -> list[Sample]:
-        """Admit what fits, then one decode step; what is now finished.
+        """Admits waiting samples, makes one decode step and returns the finished samples.
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -185,24 +187,25 @@ class Generation:
         return self._take_finished()
 
     def run(self, policy_version: int) -> list[Sample]:
-        """Step until nothing is left. Collective over: the engine's tensor-parallel group."""
+        """Steps until nothing is left. Collective over: the engine's tensor-parallel group."""
         while self._waiting or self._running:
             self._advance(policy_version)
         return self._take_finished()
 
     def unfinished(self) -> list[Sample]:
-        """All samples that are not finished, in the order of submission, each with what it has drawn so far."""
+        """Returns all unfinished samples in the order of submission, each with its tokens so far."""
         self._take_routing(range(len(self._running)))
         return list((self._unfinished | {sample.id: sample for sample in self._read(self._running)}).values())
 
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the running samples, each with what it has drawn so far."""
+        """Returns the running samples with these ids, each with its tokens so far."""
         slots = [slot for slot, running in enumerate(self._running) if running.sample.id in ids]
         self._take_routing(slots)
         return list(self._read([self._running[slot] for slot in slots]))
 
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the unfinished samples, in the order of submission, each with what it has drawn so far."""
+        """Removes the unfinished samples with these ids. Returns them in the order of submission with their tokens so
+        far."""
         self._read_ended()
         slots = [slot for slot, running in enumerate(self._running) if running.sample.id in ids]
         self._take_routing(slots)
@@ -227,7 +230,7 @@ class Generation:
         self._decode_step()
 
     def _num_admitted(self, policy_version: int) -> int:
-        """How many of the waiting samples start now."""
+        """Returns the number of waiting samples to start now."""
         num_running = len(self._running)
         num_free = self._slots.num_slots - num_running
         num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // START_FRACTION))
@@ -240,7 +243,8 @@ class Generation:
         return num_new
 
     def _make_room(self) -> None:
-        """For what the next step feeds; who finds none makes the sample that started last wait, itself if need be."""
+        """Makes room for the tokens of the next step. Samples that started last are preempted as long as any finds no
+        room."""
         cache, step = self._slots.cache, self._num_steps
         staying = sorted(range(len(self._running)), key=lambda slot: self._running[slot].number)
         leaving: list[int] = []
@@ -260,7 +264,7 @@ class Generation:
             self._preempt(leaving)
 
     def _preempt(self, slots: Sequence[int]) -> None:
-        """Have the samples of these slots wait again, the last of them first."""
+        """Puts the samples of these slots back in front of the queue, so that the last one comes first."""
         preempted = [self._running[slot] for slot in slots]
         for sample in self._read(preempted):
             self._unfinished[sample.id] = sample
@@ -270,7 +274,7 @@ class Generation:
         self._slots.num_preempted += len(slots)
 
     def _admit(self, num_new: int, policy_version: int) -> None:
-        """Start the first waiting samples in free slots and cache their contexts."""
+        """Starts the first waiting samples in free slots and caches their contexts."""
         self._read_ended()
         first = len(self._running)
         columns = self._slots.transcript.take(num_new)
@@ -305,7 +309,7 @@ class Generation:
         self._slots.fill(first, rows, streams)
 
     def _decode_step(self) -> None:
-        """Feed every running slot's token and draw its next one."""
+        """Processes the token of every running slot and generates its next one."""
         num_running = len(self._running)
         self._num_positions += 1
         self._decoder.step(num_running, self._num_positions, self.sampling)
@@ -320,34 +324,37 @@ class Generation:
             self._retire(slots, *torch.stack([stopped, self._slots.failed[:num_running]])[:, finished].tolist())
 
     def _matched(self, stop_strings: StopStrings) -> Tensor:
-        """[running] whether the token just drawn completes a stop string."""
+        """Returns for each running sample whether its new token completes a stop string, shape [running]."""
         recent = [running.recent for running in self._running if running.recent is not None]
         tokens = self._slots.state[TOKEN, : len(self._running)].tolist()
         return torch.tensor(stop_strings.append(recent, tokens), device=self._device)
 
     def _retire(self, finished: list[int], stopped: list[bool], failed: list[bool]) -> None:
-        """Free the `finished` slots, with whether a stop token or string ended each, and whether its logits were not
-        finite. Raises DivergenceError where none are."""
+        """Ends the samples in the `finished` slots.
+
+        `stopped` marks samples ended by a stop token or string, `failed` samples with non-finite logits. Raises
+        DivergenceError if all running samples failed.
+        """
         if sum(failed) == len(self._running):
             raise DivergenceError(
-                f"The rollout policy (version {self._versions[-1][1]}) gives log-probs that are not finite, in every "
-                "response that runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or "
+                f"The rollout policy (version {self._versions[-1][1]}) gives log-probs that are not finite in every "
+                "running response: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or "
                 "check model.path."
             )
         for slot, ended, without in zip(finished, stopped, failed, strict=True):
             running = self._running[slot]
-            running.end_step = self._num_steps - without  # the last token was drawn from no distribution
+            running.end_step = self._num_steps - without  # the last token of a failed sample is meaningless
             running.status = Status.FAILED if without else Status.STOPPED if ended else Status.TRUNCATED
             self._ended.append(running)
         self._take_routing(finished)
         self._park([slot for slot in finished if self._running[slot].goes_on])
         self._compact(finished)
-        if any(failed):  # a mask would not hide what they left
+        if any(failed):  # a mask would not hide their NaNs
             for tensor in self._slots.cache.tensors():
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def _take_routing(self, slots: Iterable[int]) -> None:
-        """Note what the cache has of the routing of these slots, before it is gone."""
+        """Copies the routing of these slots from the cache before it is gone."""
         if self._model.routing_shape is None:
             return
         for slot in slots:
@@ -357,13 +364,13 @@ class Generation:
             running.routed = self._slots.cache.routed(slot, known, running.position(end))
 
     def _park(self, slots: Sequence[int]) -> None:
-        """Keep the keys and values of what has ended a turn in these slots."""
+        """Keeps the keys and values of the samples that ended a turn in these slots."""
         if slots:
             for slot, sample in zip(slots, self._read([self._running[slot] for slot in slots]), strict=True):
                 self._slots.cache.park(slot, sample)
 
     def _compact(self, finished: list[int]) -> None:
-        """Free the `finished` slots by moving the last running samples into them."""
+        """Frees the `finished` slots by moving the last running samples into them."""
         num_running, num_left = len(self._running), len(self._running) - len(finished)
         gone = set(finished)
         destinations = [slot for slot in finished if slot < num_left]
@@ -377,13 +384,13 @@ class Generation:
         self._num_positions = int(self._slots.state[POSITION, :num_left].max()) if num_left else 0
 
     def _take_finished(self) -> list[Sample]:
-        """Those that have not been taken yet."""
+        """Returns the finished samples not returned before."""
         self._read_ended()
         finished, self._finished = self._finished, []
         return finished
 
     def _read_ended(self) -> None:
-        """Finish the samples that have ended and free their columns of the transcript."""
+        """Finishes the ended samples and frees their columns of the transcript."""
         if not self._ended:
             return
         ended, self._ended = self._ended, []
@@ -393,7 +400,7 @@ class Generation:
         self._slots.transcript.give_back([running.column for running in ended])
 
     def _read(self, wanted: Sequence[_Running]) -> Iterator[Sample]:
-        """Each with all that it has drawn, before and here."""
+        """Yields each sample with all of its tokens, from before and from here."""
         ends = [self._num_steps if running.end_step is None else running.end_step for running in wanted]
         spans = [
             (running.column, len(running.context) - 1, end - running.first_step)
@@ -406,7 +413,7 @@ class Generation:
             yield sample if running.routed is None else sample.routed(running.routed.cpu().numpy())
 
     def _policy_versions(self, first_step: int, end_step: int) -> list[int]:
-        """Of every decode step from `first_step` up to `end_step`."""
+        """Returns the policy version of every decode step from `first_step` up to `end_step`."""
         versions: list[int] = []
         end = end_step
         for start, version in reversed(self._versions):

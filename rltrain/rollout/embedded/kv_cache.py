@@ -1,4 +1,4 @@
-"""What an engine keeps of samples: keys and values, as all caches have them, and states of whole samples."""
+"""Interfaces of KV caches, and the states that gated delta nets keep of whole samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +14,18 @@ from rltrain.models.delta_rule import PackedStates, packed_states
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.sample import Sample
 
-# What layers keep of a sample as a whole, rather than of its tokens: the states of gated delta nets.
+# States of samples in layers with gated delta nets. They replace keys and values of single tokens.
 
 STATE_DTYPE = torch.float32
-"""Of states, which every token of a sample adds to; the convolution's inputs have the model's type."""
+"""Dtype of states. Every token of a sample is added to them. Inputs of the convolution have the model's dtype."""
 
 
 class StateShape(NamedTuple):
-    """On a rank, of each sample: in each of `num_layers` layers a state [key_dim, value_dim] for each of `num_heads`,
-    and the last `kernel` - 1 inputs of the convolution of `channels`."""
+    """Shape of the states of one sample on a rank.
+
+    Each of `num_layers` layers has a state [key_dim, value_dim] for each of `num_heads` heads, and the last `kernel` -
+    1 inputs of the convolution over `channels`.
+    """
 
     num_layers: int
     num_heads: int
@@ -33,36 +36,41 @@ class StateShape(NamedTuple):
 
     @classmethod
     def of(cls, architecture: Architecture, num_ranks: int) -> "StateShape | None":
-        """On each of `num_ranks`; None where the model has no such layers."""
+        """Returns the shape on each of `num_ranks` ranks. Returns None if the model has no such layers."""
         if architecture.delta is None or not architecture.delta.num_layers:
             return None
         own = architecture.delta.shared_by(num_ranks)
         return cls(own.num_layers, own.num_heads, own.key_dim, own.value_dim, own.channels, own.kernel)
 
     def sample_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sample, in a model of `dtype`."""
+        """Returns the bytes of one sample in a model of `dtype`."""
         states = self.num_heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
         return self.num_layers * (states + self.channels * (self.kernel - 1) * dtype.itemsize)
 
 
 class DeltaHeads(Protocol):
-    """The heads of a layer: what they make of what is projected for them [tokens, ...], [tokens, values]."""
+    """The heads of a layer. They compute outputs [tokens, values] from projected inputs [tokens, ...]."""
 
     def whole(
         self, projected: Tensor, packed: PackedStates, before: Tensor | None, initial: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(that, the last inputs of the convolution, the states behind the samples) for tokens of whole samples, or
-        such as follow `before` and `initial`."""
+        """Processes whole samples, or their continuations after `before` and `initial`.
+
+        Returns (outputs, last inputs of the convolution, states after the samples).
+        """
         ...
 
     def step(self, projected: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        """That, for a token of each sample; `before` and `states` take it in, in place."""
+        """Processes one token of each sample. Returns the outputs and updates `before` and `states` in place."""
         ...
 
 
 class SampleStates:
-    """Of the samples in slots: `inputs` [layers, slots, kernel - 1, channels] and `states` [layers, slots, heads,
-    key_dim, value_dim]. Every slot's are finite, whoever used it last."""
+    """States of the samples in slots. All of them are finite, also those of unused slots.
+
+    `inputs` has shape [layers, slots, kernel - 1, channels]. `states` has shape [layers, slots, heads, key_dim,
+    value_dim].
+    """
 
     def __init__(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -74,34 +82,37 @@ class SampleStates:
         return self.inputs, self.states
 
     def hold(self, num_slots: int, num_used: int = 0) -> None:
-        """Have memory for `num_slots`, of which the first `num_used` keep what they hold."""
+        """Allocates memory for `num_slots`. The first `num_used` slots keep their content."""
         self.inputs, self.states = (_resized(tensor, num_slots, num_used) for tensor in self.tensors())
 
     def begin(self, first: int, end: int) -> None:
-        """Samples enter these slots of which nothing is known yet."""
+        """Resets the slots from `first` up to `end` for new samples."""
         for tensor in self.tensors():
             tensor[:, first:end] = 0
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """What slots `sources` hold, in the place of what `destinations` do."""
+        """Copies the content of slots `sources` to slots `destinations`."""
         to, by = torch.tensor([destinations, sources], device=self.states.device)
         for tensor in self.tensors():
             tensor[:, to] = tensor[:, by]
 
     def parked(self, slot: int) -> tuple[Tensor, Tensor]:
-        """A copy of what a slot holds, on the host: device memory is for samples that run."""
+        """Returns a copy of a slot's content on the host. Device memory is reserved for running samples."""
         inputs, states = (torch.empty_like(x[:, slot], device="cpu").copy_(x[:, slot]) for x in self.tensors())
         return inputs, states
 
     def resume(self, slot: int, parked: tuple[Tensor, Tensor]) -> None:
-        """What was parked, in a slot."""
+        """Copies parked content into a slot."""
         for tensor, kept in zip(self.tensors(), parked, strict=True):
             tensor[:, slot] = kept.to(tensor.device)
 
 
 class PassStates:
-    """States before and behind tokens that are computed in one pass: samples of `lengths` tokens in rows of `width`,
-    each of which is for some `slots`; those that `follow` what stands in their slot are for one each."""
+    """States before and after the tokens of one pass.
+
+    The pass has samples of `lengths` tokens, in rows of `width` tokens. The result of a sample is stored in all of its
+    `slots`. With `follows` samples continue from their slot's content and have one slot each.
+    """
 
     def __init__(
         self, kept: SampleStates, slots: Sequence[Sequence[int]], lengths: Sequence[int], width: int, *, follows: bool
@@ -116,7 +127,8 @@ class PassStates:
         self._follows = follows
 
     def run(self, layer: int, heads: DeltaHeads, projected: Tensor) -> Tensor:
-        """What the heads of a layer make of the tokens [tokens, values], zeros for padding; states are kept."""
+        """Returns the outputs of a layer's heads, shape [tokens, values], with zeros for padding. Stores the new
+        states."""
         inputs, states = (tensor[layer] for tensor in self._kept.tensors())
         before, initial = (inputs[self._slots], states[self._slots]) if self._follows else (None, None)
         made, last, final = heads.whole(projected.index_select(0, self._rows), self._packed, before, initial)
@@ -126,13 +138,13 @@ class PassStates:
 
 
 class StepStates:
-    """States of the first slots, which one token of each changes in place."""
+    """States of the first slots, updated in place by one token each."""
 
     def __init__(self, kept: SampleStates, num_slots: int) -> None:
         self._inputs, self._states = (tensor[:, :num_slots] for tensor in kept.tensors())
 
     def run(self, layer: int, heads: DeltaHeads, projected: Tensor) -> Tensor:
-        """As PassStates."""
+        """Returns the outputs (see PassStates.run)."""
         return heads.step(projected, self._inputs[layer], self._states[layer])
 
 
@@ -142,21 +154,22 @@ def _resized(tensor: Tensor, num_slots: int, num_used: int) -> Tensor:
     return resized
 
 
-# Keys and values of samples that wait between two turns, and which of them give way first.
+# Parked keys and values of samples between two turns, and their eviction.
 
 M = TypeVar("M")
 
 
 @dataclass(frozen=True)
 class Parked(Generic[M]):
-    """What is kept of a sample: the keys and values of `head`, the first tokens of its context, in `memory`."""
+    """The kept keys and values of a sample. They belong to `head`, the first tokens of its context."""
 
     head: tuple[int, ...]
     memory: M
 
 
 class ParkedSamples(Generic[M]):
-    """By sample id, in the order in which they were parked. `give_up` is told the memory of those that leave unused."""
+    """Parked samples by id, in the order of parking. `give_up` is called with the memory of samples that leave
+    unused."""
 
     def __init__(self, give_up: Callable[[M], None]) -> None:
         self._give_up = give_up
@@ -170,33 +183,34 @@ class ParkedSamples(Generic[M]):
 
     @property
     def num_tokens(self) -> int:
-        """Of all that is kept."""
+        """Number of tokens of all parked samples."""
         return sum(len(parked.head) for parked in self._parked.values())
 
     def add(self, sample: Sample, memory: M) -> None:
-        """Keep all of the context but its last token, which has not been fed."""
+        """Parks the sample's context except for its last token, which has not been processed yet."""
         self.forget([sample.id])
         self._parked[sample.id] = Parked(sample.context[:-1], memory)
         self._num_ever += 1
 
     def expect(self, sample: Sample) -> None:
-        """The sample comes back: what is kept of its id is given up unless its context goes on from there."""
+        """Prepares for a returning sample. Gives up its parked memory if its context does not start with the parked
+        tokens."""
         parked = self._parked.get(sample.id)
         if parked is not None and sample.context[: len(parked.head)] != parked.head:
             self.forget([sample.id])
 
     def get(self, sample: Sample) -> Parked[M] | None:
-        """What is kept of a sample that is expected."""
+        """Returns the parked memory of a returning sample, or None."""
         return self._parked.get(sample.id)
 
     def take(self, sample: Sample) -> Parked[M] | None:
-        """As `get`, for the sample to go on with."""
+        """Removes and returns the parked memory, so that the sample can continue with it."""
         parked = self._parked.pop(sample.id, None)
         self._num_reused_tokens += len(parked.head) if parked else 0
         return parked
 
     def evict(self) -> bool:
-        """Give up the one that was parked first; False where there is none."""
+        """Gives up the sample parked first. Returns False if there is none."""
         oldest = next(iter(self._parked), None)
         if oldest is None:
             return False
@@ -205,18 +219,18 @@ class ParkedSamples(Generic[M]):
         return True
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Give up what is kept of the samples with these ids."""
+        """Gives up the parked memory of the samples with these ids."""
         for number in ids:
             parked = self._parked.pop(number, None)
             if parked is not None:
                 self._give_up(parked.memory)
 
     def clear(self) -> None:
-        """Give up all."""
+        """Gives up all parked memory."""
         self.forget([*self._parked])
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call; nothing as long as there has been no conversation."""
+        """Returns the metrics since the last call. They are empty until a conversation has been parked."""
         if not self._num_ever:
             return {}
         counts = {"rollout/kv_reused_tokens": self._num_reused_tokens, "rollout/kv_evictions": self._num_evicted}
@@ -224,16 +238,16 @@ class ParkedSamples(Generic[M]):
         return dict(counts)
 
 
-# Keys and values of samples, as the rest of the engine knows them: memory per slot, or blocks in a budget.
+# The interface of KV caches, with memory per slot or blocks within a budget.
 
 Head = tuple[int, ...]
-"""All but the last token of a context: what is cached before a sample's first decode step."""
+"""A context without its last token. It is cached before the first decode step of a sample."""
 Keeper = tuple[int, int]
-"""A slot, and the position from which on it has a head's keys and values stored."""
+"""(slot, position). The slot stores the keys and values of a head from this position on."""
 
 
 class Suffix(NamedTuple):
-    """Tokens that follow what a slot holds, from position `first` on."""
+    """Tokens that follow a slot's cached content, from position `first` on."""
 
     slot: int
     first: int
@@ -241,25 +255,26 @@ class Suffix(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind the last of them."""
+        """The position after the last of its tokens."""
         return self.first + len(self.tokens)
 
 
 class Entered(NamedTuple):
-    """What is to be computed for samples that have entered: heads from their beginning on, with who keeps them, and
-    what follows of those that are there in part."""
+    """The work needed for newly entered samples: whole heads with the slots to store them, and suffixes of cached
+    samples."""
 
     heads: dict[Head, list[Keeper]]
     suffixes: list[Suffix]
 
 
 class AttentionShape(NamedTuple):
-    """A rank's attention over what is cached: `num_heads` queries and `num_kv_heads` keys of `head_dim` elements and as
-    many values of `value_dim`. Scores are multiplied by `scale`.
+    """Shape of a rank's attention over cached tokens.
 
-    With `latent` a value is the first elements of its key, and is not kept a second time. With `windows` a token of
-    some layers attends to no more than the last positions. With `softcap` scores are bent, with `sinks`
-    every head has one more.
+    It has `num_heads` queries and `num_kv_heads` keys of `head_dim` elements, and values of `value_dim` elements.
+    Scores are multiplied by `scale`.
+
+    With `latent` a value is the first elements of its key and is not stored separately. `windows` limit the attended
+    positions in some layers. `softcap` caps scores, and with `sinks` every head has one more score.
     """
 
     num_heads: int
@@ -273,17 +288,18 @@ class AttentionShape(NamedTuple):
     sinks: bool = False
 
     def window(self, layer: int) -> int | None:
-        """How many positions a token attends to in a layer, itself among them; None where to all."""
+        """Returns the number of positions attended to in a layer, the token itself included. Returns None for all
+        positions."""
         return self.windows.of(layer) if self.windows else None
 
     @property
     def token_elements(self) -> int:
-        """That are kept of a token in each layer."""
+        """Elements kept of a token in each layer."""
         return self.num_kv_heads * (self.head_dim if self.latent else self.head_dim + self.value_dim)
 
 
 class CacheShape(NamedTuple):
-    """What a cache is to hold at most, and where."""
+    """Limits, shape, dtype and device of a cache."""
 
     num_layers: int
     attention: AttentionShape
@@ -296,34 +312,36 @@ class CacheShape(NamedTuple):
 
 
 def unseen_bias(positions: Tensor, read: Tensor, window: int | None, like: Tensor) -> Tensor:
-    """[..., tokens, positions read], of the type of `like`: 0 where a token at one of `positions` [..., tokens] attends
-    to what stands at `read` [positions read], else -inf."""
+    """Returns the attention bias [..., tokens, positions read] with the dtype of `like`.
+
+    It is 0 if a token at one of `positions` [..., tokens] attends to a position of `read` [positions read], else -inf.
+    """
     return like.new_zeros(()).masked_fill(~sees(positions, read, window), -torch.inf)
 
 
 def window_biases(shape: AttentionShape, make: Callable[[int | None], Tensor]) -> dict[int | None, Tensor]:
-    """By the windows of the layers of `shape`, None among them where a layer has none, what `make` gives."""
+    """Returns the result of `make` for each distinct window of the layers. None is the window of layers without one."""
     windows = shape.windows
     found = {None} if windows is None else {windows.of(layer) for layer in range(len(windows.layers))}
     return {window: make(window) for window in found}
 
 
 class PrefillAttention:
-    """Causal attention within heads of `width` tokens (shorter ones padded on the right), which it also stores."""
+    """Causal attention within heads padded on the right to `width` tokens. It also stores their keys and values."""
 
     reads_cache = False
     states: PassStates | None = None
-    """Of the samples, where the model has any."""
+    """States of the samples, if the model has any."""
 
     def __init__(self, width: int, shape: AttentionShape) -> None:
         self._width, self._shape = width, shape
         self._biases: dict[int, Tensor] = {}
-        """By window."""
+        """Attention biases by window."""
 
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """As DecodeAttention."""
+        """Stores the tokens and attends (see DecodeAttention)."""
         self.store(layer, keys, values)
         return self.among(queries, keys, values, self._shape.window(layer), sinks)
 
@@ -335,7 +353,8 @@ class PrefillAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[tokens, heads * value_dim]: attention of the tokens to each other alone, whatever is kept of them."""
+        """Returns [tokens, heads * value_dim], the attention of the tokens to each other only. Nothing cached is
+        read."""
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
         bias = None
         if window is not None and window < self._width:
@@ -350,21 +369,23 @@ class PrefillAttention:
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep keys and values [tokens, kv_heads, head_dim] of the heads."""
+        """Stores keys and values [tokens, kv_heads, head_dim] of the heads."""
         raise NotImplementedError
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
-        """As DecodeAttention."""
+        """Keeps the experts of the tokens (see DecodeAttention)."""
         raise NotImplementedError
 
     def _by_head(self, tokens: Tensor) -> Tensor:
-        """[heads of contexts, heads, width, head_dim]."""
+        """Reshapes to [contexts, heads, width, head_dim]."""
         return tokens.view(-1, self._width, *tokens.shape[1:]).transpose(1, 2)
 
 
 class SuffixAttention(PrefillAttention):
-    """Attention of what follows in several slots, rows of `width` tokens (shorter ones padded on the right), to all
-    that stands in their slots up to themselves. It stores them first; `num_read` positions of each slot are read."""
+    """Attention of suffixes in several slots to everything in their slots up to themselves.
+
+    The suffixes are padded on the right to `width` tokens and stored first. `num_read` positions of each slot are read.
+    """
 
     reads_cache = True
 
@@ -388,106 +409,114 @@ class SuffixAttention(PrefillAttention):
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, positions, head_dim] of the slots."""
+        """Returns the keys and values of the slots, shape [rows, kv_heads, positions, head_dim]."""
         raise NotImplementedError
 
 
 class DecodeAttention(Protocol):
-    """One new token in each of the first slots, stored, attending to its slot up to itself."""
+    """Attention of one new token in each of the first slots. It stores the token and attends to its slot up to it."""
 
     states: StepStates | None
-    """Of the slots, where the model has any."""
+    """States of the slots, if the model has any."""
 
     @property
     def reads_cache(self) -> bool:
-        """Whether more is attended to than the tokens themselves: of that there is nothing but what is kept."""
+        """Whether attention includes earlier tokens. For those only cached data is available."""
         ...
 
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] values
-        [tokens, kv_heads, value_dim], with `sinks` [heads] as a further score of each head, of nothing."""
+        """Returns [tokens, heads * value_dim].
+
+        Queries have shape [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
+        value_dim]. `sinks` [heads] is a further score of each head without a value.
+        """
         ...
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
-        """Keep the tokens' experts [tokens, top_k] in one of the layers that have experts, numbered by itself."""
+        """Keeps the tokens' experts [tokens, top_k]. `layer` counts only the layers with experts."""
         ...
 
 
 class KvCache(ABC):
-    """Running samples fill slots 0, 1, ... of it; on every rank of an engine the same ones."""
+    """Cache of running samples in slots 0, 1, .... All ranks of an engine have the same samples in the same slots."""
 
     capacity: int
-    """Positions that a slot may have now."""
+    """Positions available in a slot at present."""
     kept: tuple[Tensor, ...]
-    """Keys and values, or latents alone."""
+    """Keys and values, or only latents."""
     routing: tuple[Tensor, ...]
-    """Experts of tokens, where they are recorded."""
+    """Experts of tokens, if they are recorded."""
     states: SampleStates | None
-    """Of samples, where the model has any."""
+    """States of samples, if the model has any."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory that is held for keys and values now."""
+        """Returns all tensors with memory of the cache."""
         return *self._by_position(), *(self.states.tensors() if self.states else ())
 
     def _by_position(self) -> tuple[Tensor, ...]:
-        """What has something of every token."""
+        """Returns the tensors with one entry per token."""
         return *self.kept, *self.routing
 
     @abstractmethod
     def addresses(self) -> tuple[int, ...]:
-        """Where it lies, and how: equal as long as a recorded step is valid."""
+        """Returns addresses and shapes of the memory. They are equal as long as a recorded step is valid."""
 
     @abstractmethod
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
-        """Before a step of so many slots and positions; what the first `num_used` slots hold stays."""
+        """Makes room for a step with so many slots and positions. The first `num_used` slots keep their content."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
 
     @abstractmethod
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
-        """How many of the first of `waiting` may start beside those that run; where it has to decide and few fit, none,
-        so that one prefill serves `num_wanted`. At least one where nothing runs."""
+        """Returns the number of samples at the front of `waiting` that may start with the running ones.
+
+        It is at least 1 if nothing runs. If fewer than `num_wanted` fit it may be 0, so that one prefill later serves
+        more.
+        """
 
     @abstractmethod
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
-        """Samples that `num_admissible` has let pass take slots from `first_slot` on; those that are parked get what
-        they left. The rest is to be computed under the weights of `version`."""
+        """Assigns slots from `first_slot` on to samples admitted by `num_admissible`. Parked samples get their content
+        back.
+
+        Returns the rest to be computed under the weights of `version`.
+        """
 
     @abstractmethod
     def extend(self, slot: int, position: int) -> int:
-        """Make room for one more position: how many the slot has room for then, `position` or fewer where there is
-        none."""
+        """Makes room for `position` in a slot. Returns the number of positions with room, at most `position` if there
+        is none."""
 
     @abstractmethod
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
-        """Put what slots `sources` hold, up to `num_positions`, in the place of what `destinations` do."""
+        """Copies the content of slots `sources`, up to `num_positions`, to slots `destinations`."""
 
     @abstractmethod
     def free(self, first: int, end: int) -> None:
-        """Slots from `first` up to `end` hold nothing any more."""
+        """Frees the content of the slots from `first` up to `end`."""
 
     @abstractmethod
     def park(self, slot: int, sample: Sample) -> None:
-        """Keep what the slot holds of `sample`, all but the last token, for when it comes back; the slot holds nothing
-        any more."""
+        """Keeps the slot's content for the sample's return, without its last token. The slot is then empty."""
 
     @abstractmethod
     def routed(self, slot: int, first: int, end: int) -> Tensor:
-        """The experts that are kept of positions `first` up to `end`: a copy [positions, layers, top_k]."""
+        """Returns a copy of the recorded experts of positions `first` up to `end`, shape [positions, layers, top_k]."""
 
     @property
     @abstractmethod
     def parked(self) -> ParkedSamples[Any]:
-        """Samples that have left and may come back. Who needs room gets it from them."""
+        """Samples between two turns. Their memory is given up if others need it."""
 
     def prefill_attention(
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
-        """Over heads of these lengths, padded to `width`."""
+        """Returns the attention over heads of these lengths, padded to `width`."""
         attention = self._prefill_attention(keepers, lengths, width)
         if self.states:
             slots = [[slot for slot, _ in of_head] for of_head in keepers]
@@ -500,7 +529,7 @@ class KvCache(ABC):
     ) -> PrefillAttention: ...
 
     def suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
-        """Over what follows in different slots, padded to `width`."""
+        """Returns the attention over suffixes in different slots, padded to `width`."""
         attention = self._suffix_attention(suffixes, width)
         if self.states:
             lengths = [len(suffix.tokens) for suffix in suffixes]
@@ -511,7 +540,8 @@ class KvCache(ABC):
     def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention: ...
 
     def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
-        """`positions` [slots] is where each slot's token stands, below `num_positions`."""
+        """Returns the attention of a decode step. `positions` [slots] are the tokens' positions, all below
+        `num_positions`."""
         attention = self._decode_attention(positions, num_positions)
         if self.states:
             attention.states = StepStates(self.states, len(positions))
@@ -522,21 +552,21 @@ class KvCache(ABC):
 
     @abstractmethod
     def recorded_length(self, num_positions: int) -> int:
-        """The `num_positions` for which a step is recorded that is to serve this one."""
+        """Returns the number of positions of the recorded step to be used for `num_positions`."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Since the last call: how full it was, where it has a limit, and what parked samples saved, where there were
-        any."""
+        """Returns the metrics since the last call: peak use of a limited cache, and reuse of parked samples if there
+        were any."""
 
 
 def _by_row(sinks: Tensor | None) -> Tensor | None:
-    """As `attend` takes those of heads."""
+    """Adds the dimensions expected by `attend` to the sinks of heads."""
     return None if sinks is None else sinks[:, None, None]
 
 
 def rounded(count: int, sizes: int) -> int:
-    """The next of the numbers of which there are `sizes` from each power of two up to the next."""
+    """Rounds up to one of `sizes` numbers between each power of two and the next."""
     below = 1 << max(0, (count - 1).bit_length() - 1)
     granule = max(1, below // sizes)
     return -(-count // granule) * granule

@@ -1,4 +1,4 @@
-"""Kinds of attention, norms, rotation and the residual stream of the embedded engine."""
+"""Attention layers, norms, rotary embeddings and the residual stream of the embedded engine."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -22,17 +22,17 @@ from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TensorParallel
 
-# The residual stream [tokens, hidden]: what layers read of it, and how they add to it.
+# The residual stream [tokens, hidden]: reading and adding.
 
 
 def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divided by its root mean square, times `weight`: in the weights' type, rounded once, also where `hidden` is
-    wider."""
+    """Returns the RMS norm of `hidden` times `weight`, rounded once to the weight's dtype even if `hidden` is wider."""
     return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps).to(weight.dtype)
 
 
 class Norm:
-    """`normed` with a weight that is read on every call, plus `offset`; with a bias, of what the mean is taken off."""
+    """A norm with a weight read on every call, plus the family's offset. With a bias it is a layer norm, else an RMS
+    norm."""
 
     def __init__(self, weight: Tensor, architecture: Architecture, bias: Tensor | None = None) -> None:
         self._weight, self._eps, self._offset = weight, architecture.norm_eps, architecture.norm_offset
@@ -53,10 +53,9 @@ class Norm:
 
 
 def add_product(hidden: Tensor, inner: Tensor, matrix: Matrix, group: TensorParallel, norm: Norm | None = None) -> None:
-    """hidden += inner @ matrix.T, where `inner` and `matrix` are split by columns over `group`; what is added passes
-    `norm` first, where there is one.
+    """Computes hidden += inner @ matrix.T, with `inner` and `matrix` split by columns over `group`.
 
-    Collective over: `group`.
+    The product passes through `norm` first if there is one. Collective over: `group`.
     """
     if norm is not None:
         hidden.add_(norm(group.all_reduce(matrix.product(inner))))
@@ -66,16 +65,17 @@ def add_product(hidden: Tensor, inner: Tensor, matrix: Matrix, group: TensorPara
         hidden.add_(group.all_reduce(matrix.product(inner)))
 
 
-# Norms of queries and keys: head by head, or of all heads of a token at once.
+# Norms of queries and keys, per head or over all heads of a token.
 
 HeadNorms = Callable[[Tensor], Tensor]
-"""Of this rank's query heads with its key heads behind them [tokens, heads, head_dim]. Rounded once, as the trainer's.
+"""A function on this rank's query heads followed by its key heads, shape [tokens, heads, head_dim].
 
-Collective over: the engine's tensor-parallel group."""
+It rounds once, like the trainer. Collective over: the engine's tensor-parallel group.
+"""
 
 
 def head_norms(parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> HeadNorms | None:
-    """Those of a layer; None where it has none."""
+    """Returns the norms of a layer's queries and keys, or None if it has none."""
     weights = parameters.get("self_attn.q_norm.weight"), parameters.get("self_attn.k_norm.weight")
     if weights[0] is None or weights[1] is None:
         return None
@@ -98,7 +98,7 @@ class _OfHeads:
 
 
 class _OfProjections:
-    """Weights are whole on every rank; several ranks may have the same key head."""
+    """Norms over all heads of a token. Every rank has the whole weights. Several ranks may have the same key head."""
 
     def __init__(self, queries: Tensor, keys: Tensor, architecture: Architecture, group: TensorParallel) -> None:
         self._group, self._eps, self._weights = group, architecture.norm_eps, (queries, keys)
@@ -119,11 +119,11 @@ class _OfProjections:
 # Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines, each [tokens, 1, rotated elements of a head] fp32."""
+"""(cosines, signed sines), each fp32, shape [tokens, 1, rotated elements of a head]."""
 
 
 class RotaryEmbedding:
-    """Cosines and sines, times `magnitude`, of every position up to `num_positions`: no functions of weights."""
+    """Cosines and sines of every position below `num_positions`, times `magnitude`. They do not depend on weights."""
 
     def __init__(self, frequencies: Tensor, magnitude: float, num_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
@@ -132,15 +132,15 @@ class RotaryEmbedding:
         self._signed_sin = torch.cat([-sin, sin], -1).to(device)
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotation of tokens at `positions` [tokens]."""
+        """Returns the rotation for `positions` [tokens]."""
         return self._cos.index_select(0, positions)[:, None], self._signed_sin.index_select(0, positions)[:, None]
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """`heads` [tokens, heads, head_dim], of whose elements the first are rotated, as many as `rotation` has: rolling by
-    half swaps the halves, the sines carry the sign.
+    """Rotates the first elements of `heads` [tokens, heads, head_dim], as many as `rotation` has.
 
-    In fp32, rounded once to the type of `heads`, as in training.
+    Rolling by half the size swaps the halves, and the sines carry the sign. Computed in fp32 and rounded once to the
+    dtype of `heads`, as in training.
     """
     cos, signed_sin = rotation
     size = cos.shape[-1]
@@ -149,30 +149,31 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     return turned if size == heads.shape[-1] else torch.cat([turned, heads[..., size:]], -1)
 
 
-# Attention with keys and values of its own for each head, or for several heads together.
+# Attention with separate keys and values for each head or group of heads.
 
 Attention = DecodeAttention | PrefillAttention
 _POST_NORMS = ("post_self_attn_layernorm.weight", "post_attention_layernorm.weight")
-"""What families call a norm behind attention: the first that is there. The second is the MLP's elsewhere."""
+"""Names of a norm after attention. The first existing one is used. In other families the second name is the MLP's
+norm."""
 
 
 class AttentionLayer(Protocol):
-    """Attention of layer number `layer` on this rank."""
+    """The attention of one layer on this rank. `layer` counts the layers of its kind."""
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """Add what it makes of `hidden` [tokens, hidden] to that, in place; what is kept of the tokens is stored.
+        """Adds the output for `hidden` [tokens, hidden] to it in place. Also stores the tokens' cached data.
 
         Collective over: the engine's tensor-parallel group.
         """
         ...
 
     def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
-        """Only store what is kept of the tokens."""
+        """Only stores the tokens' cached data."""
         ...
 
 
 class GroupedAttention:
-    """Implements `AttentionLayer`: multi-head and grouped-query attention."""
+    """Implements `AttentionLayer` for multi-head and grouped-query attention."""
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         self._group = group
@@ -193,7 +194,7 @@ class GroupedAttention:
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
-        """On one of `tp` ranks."""
+        """Returns the attention shape on one of `tp` ranks."""
         num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
         return AttentionShape(
             architecture.num_heads // tp,
@@ -220,8 +221,11 @@ class GroupedAttention:
         attention.store(layer, keys, values)
 
     def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]; and the
-        gates of heads, where these have any."""
+        """Returns (queries, keys, values, gates). Queries and keys are rotated. The gates are None without gated
+        attention.
+
+        Queries have shape [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim].
+        """
         fused, gate = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim), None
         if self._is_gated:
             fused, gate = self._without_gates(fused)
@@ -234,22 +238,24 @@ class GroupedAttention:
         return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :], gate
 
     def _without_gates(self, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """(queries, keys and values; gates), of which each gate stands behind its query."""
+        """Splits off the gates. Returns (queries, keys and values; gates). In `fused` each gate follows its query."""
         queries, rest = fused.split([2 * self._num_heads, fused.size(1) - 2 * self._num_heads], dim=1)
         queries, gate = queries.unflatten(1, (self._num_heads, 2)).unbind(2)
         return torch.cat([queries, rest], dim=1), gate
 
 
-# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), of which latents are kept.
+# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). The cache holds latents.
 
 
 class LatentAttention:
-    """Implements `AttentionLayer`. Of a token a latent and the rotated part of its key are kept, [kv_rank + rope], once
-    for all heads and whole on every rank.
+    """Implements `AttentionLayer` for multi-head latent attention.
 
-    Where tokens attend to each other alone, each head's keys and values are made from the latents. Where they attend to
-    what is kept, the matrices that would make them are put on the other side of the products: a query becomes as wide
-    as what is kept, and what is attended to is a latent, of which each head makes its value afterwards.
+    The cache holds a latent and the rotated part of the key for each token, [kv_rank + rope]. They are shared by all
+    heads and whole on every rank.
+
+    If tokens attend only to each other, each head's keys and values are computed from the latents. If they attend to
+    cached tokens, the key and value matrices are applied to queries and outputs instead. Queries then have the width of
+    the cached vectors, attention returns latents, and each head computes its value from them.
     """
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
@@ -272,7 +278,7 @@ class LatentAttention:
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
-        """On one of `tp` ranks."""
+        """Returns the attention shape on one of `tp` ranks."""
         mla = architecture.mla
         assert mla is not None
         kept = mla.kv_rank + mla.rope_head_dim
@@ -286,9 +292,9 @@ class LatentAttention:
         rotated = rotate(halves_of_pairs(rotated), rotation)
         if isinstance(attention, PrefillAttention) and not attention.reads_cache:
             attention.store(layer, kept, kept)
-            attended = self._among(plain, rotated, kept, attention)
+            attended = self._attend_to_each_other(plain, rotated, kept, attention)
         else:
-            attended = self._to_kept(layer, plain, rotated, kept, attention)
+            attended = self._attend_to_cached(layer, plain, rotated, kept, attention)
         add_product(hidden, attended, self._output, self._group)
 
     def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
@@ -296,7 +302,7 @@ class LatentAttention:
         attention.store(layer, kept, kept)
 
     def _kept(self, inner: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """What is kept of the tokens [tokens, 1, kv_rank + rope], and what queries are made from."""
+        """Returns (cached data of the tokens [tokens, 1, kv_rank + rope], input of the query projection)."""
         mla = self._mla
         latents = self._to_latents.product(inner)
         if self._query_norm is not None:
@@ -306,8 +312,10 @@ class LatentAttention:
         key = rotate(halves_of_pairs(key), rotation)
         return torch.cat([normed(latent, self._latent_norm, LATENT_NORM_EPS), key], -1), inner
 
-    def _among(self, plain: Tensor, rotated: Tensor, kept: Tensor, attention: PrefillAttention) -> Tensor:
-        """[tokens, heads * value_head_dim], by keys and values of every head."""
+    def _attend_to_each_other(
+        self, plain: Tensor, rotated: Tensor, kept: Tensor, attention: PrefillAttention
+    ) -> Tensor:
+        """Attends with explicit keys and values of every head. Returns [tokens, heads * value_head_dim]."""
         mla = self._mla
         latent, key = kept.split([mla.kv_rank, mla.rope_head_dim], -1)
         made = self._from_latent.product(latent).view(len(kept), self._num_heads, -1)
@@ -315,8 +323,10 @@ class LatentAttention:
         keys = torch.cat([keys, key.expand(-1, self._num_heads, -1)], -1)
         return attention.among(torch.cat([plain, rotated], -1), keys, values)
 
-    def _to_kept(self, layer: int, plain: Tensor, rotated: Tensor, kept: Tensor, attention: Attention) -> Tensor:
-        """[tokens, heads * value_head_dim], over latents."""
+    def _attend_to_cached(
+        self, layer: int, plain: Tensor, rotated: Tensor, kept: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attends to cached latents. Returns [tokens, heads * value_head_dim]."""
         mla, adapter = self._mla, self._from_latent.adapter
         of_keys, of_values = self._by_head(self._from_latent.read())
         queries = plain.transpose(0, 1)
@@ -333,18 +343,20 @@ class LatentAttention:
         return values.transpose(0, 1).reshape(len(kept), -1)
 
     def _by_head(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """[heads, rows of a head, columns] of what makes keys, and of what makes values."""
+        """Returns the matrices for keys and for values, each of shape [heads, rows of a head, columns]."""
         by_head = matrix.unflatten(0, (self._num_heads, -1))
         of_keys, of_values = by_head.split([self._mla.plain_head_dim, self._mla.value_head_dim], 1)
         return of_keys, of_values
 
 
-# Gated delta nets in attention's place.
+# Gated delta nets in place of attention.
 
 
 class DeltaLayer:
-    """Implements `AttentionLayer` and `DeltaHeads`, on a rank that has some of the heads. Keeps nothing of a token, and
-    of a sample a state."""
+    """Implements `AttentionLayer` and `DeltaHeads` for a rank's share of the heads.
+
+    It caches a state per sample and nothing per token.
+    """
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         assert architecture.delta is not None
@@ -376,18 +388,19 @@ class DeltaLayer:
         return self._normed(delta_rule_step(*self._heads(mixed), taken, kept, states), gate)
 
     def _made(self, layer: int, hidden: Tensor, attention: Attention) -> Tensor:
-        assert attention.states is not None, "a cache for this model keeps states"
+        assert attention.states is not None, "the cache of this model must keep states"
         return attention.states.run(layer, self, self._projection.product(self._norm(hidden)))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the convolution mixes, the gates of heads, how much of a token they take in, what they keep."""
+        """Splits into the input of the convolution, the gates of heads, and how much they take in and keep of a
+        token."""
         delta = self._delta
         sizes = [delta.channels, delta.values, delta.num_heads, delta.num_heads]
         mixed, gate, weights, decays = projected.split(sizes, dim=-1)
         return mixed, gate, *gates(weights, decays, self._log_rate, self._bias)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [tokens, heads, elements]."""
+        """Returns queries, keys and values, each of shape [tokens, heads, elements]."""
         delta = self._delta
         queries, keys, values = mixed.split([delta.keys, delta.keys, delta.values], dim=-1)
         q, k = (part.unflatten(-1, (-1, delta.key_dim)) for part in (queries, keys))

@@ -35,7 +35,7 @@ from rltrain.rollout.embedded.parameters import (
     local_token_ids,
 )
 
-# What a layer does after its attention: one MLP for all tokens, or experts.
+# The part of a layer after attention: one MLP for all tokens, or experts.
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -45,32 +45,32 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 _NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 _POST_NORMS = ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
-"""What families call the norms before an MLP and behind it: the first that is there."""
+"""Names of the norms before and after an MLP. The first existing one is used."""
 
 
 class FeedForward(Protocol):
-    """That of a layer on this rank."""
+    """The MLP or the experts of a layer on this rank."""
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
-        """Add what it makes of `hidden` [tokens, hidden] to that, in place. What is to be kept of the tokens beside
-        keys and values goes to `attention`.
+        """Adds the output for `hidden` [tokens, hidden] to it in place. Passes data to be cached, other than keys and
+        values, to `attention`.
 
         Collective over: the engine's tensor-parallel group.
         """
         ...
 
     def store(self, hidden: Tensor, attention: Attention) -> None:
-        """Only keep what is to be kept of the tokens."""
+        """Only passes the data to be cached."""
         ...
 
     @property
     def stores(self) -> bool:
-        """Whether that is anything."""
+        """Whether there is such data."""
         ...
 
 
 class DenseFeedForward:
-    """Implements `FeedForward`: one MLP, with a gate or without."""
+    """Implements `FeedForward` with one MLP, gated or not."""
 
     stores = False
 
@@ -96,23 +96,26 @@ class DenseFeedForward:
             hidden.add_(self._down_bias)
 
     def store(self, hidden: Tensor, attention: Attention) -> None:
-        """There is nothing to keep."""
+        """Does nothing, since an MLP caches nothing."""
 
 
 def gated(
     inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu, bias: Tensor | None = None
 ) -> Tensor:
-    """activate(gate) * up, of which `gate_up` and `bias` have the rows of both."""
+    """Returns activate(gate) * up. `gate_up` and `bias` have the rows of both."""
     gate, up = gate_up.product(inner, bias).chunk(2, dim=-1)
     return activate(gate).mul_(up)
 
 
-# The matrices of a layer's experts on a rank, and what these make of the tokens that visit them.
+# Matrices of a layer's experts on a rank.
 
 
 class Visits(NamedTuple):
-    """Which expert each row visits: `expert` [rows], ascending, of this rank's or a number behind those, and where the
-    rows of each end, `ends` [experts]. Of every expert the rank has part number `part`."""
+    """The expert of each row.
+
+    `expert` [rows] is ascending. It counts this rank's experts; rows of other ranks have a number after all of them.
+    `ends` [experts] has the end row of each expert. The rank holds part number `part` of every expert.
+    """
 
     expert: Tensor
     ends: Tensor
@@ -120,7 +123,7 @@ class Visits(NamedTuple):
 
 
 class GatedMatrices:
-    """Gates, what they gate and the way down [experts, outputs, inputs], and SiLU."""
+    """Gated expert matrices with SiLU, each [experts, outputs, inputs]: gate and up in one, and down."""
 
     def __init__(self, parameters: LayerParameters, block: str) -> None:
         names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
@@ -129,21 +132,23 @@ class GatedMatrices:
         self.count = len(self._weights[0])
 
     def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
-        """As grouped_product says, of all of them."""
+        """Returns whether all grouped products run on the device only (see `is_grouped_on_device`)."""
         adapters = (matrix.adapter for matrix in (self._gate_up, self._down) if matrix.adapter)
         plain = (is_grouped_on_device(weight, dtype) for weight in self._weights)
         return all(plain) and all(adapter.is_grouped_on_device(dtype) for adapter in adapters)
 
     def made(self, rows: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-        """[rows, hidden]: this rank's part of what experts make of `rows` [rows, hidden], times `weights` [rows, 1];
-        undefined where none of its experts is visited."""
+        """Returns this rank's part of the experts' outputs for `rows`, both [rows, hidden], times `weights` [rows, 1].
+
+        Rows of other ranks' experts are undefined.
+        """
         gate, up = self._gate_up.grouped_product(rows, visits.ends).chunk(2, -1)
-        # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
+        # The weight is applied before the last product, as in Megatron, so both round at the same place.
         return self._down.grouped_product(F.silu(gate).mul_(up).mul_(weights), visits.ends)
 
 
 class InterleavedMatrices:
-    """gpt-oss's: matrices [experts, inputs, outputs], with biases."""
+    """The expert matrices of gpt-oss, [experts, inputs, outputs], with biases."""
 
     def __init__(self, parameters: LayerParameters, block: str) -> None:
         weights = [parameters[f"{block}.experts.{name}"] for name in ("gate_up_proj", "down_proj")]
@@ -154,11 +159,12 @@ class InterleavedMatrices:
         self._down_bias = parameters[f"{block}.experts.down_proj_bias"]
 
     def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
-        """As GatedMatrices."""
+        """Returns whether all grouped products run on the device only (see `is_grouped_on_device`)."""
         return all(is_grouped_on_device(weight, dtype) for weight in self._weights)
 
     def made(self, rows: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-        """As GatedMatrices; the first part of an expert adds the bias of what it makes."""
+        """Returns this rank's part of the outputs (see GatedMatrices). Only part 0 of an expert adds the output
+        bias."""
         own = visits.expert.clamp(max=self.count - 1)
         gate_up = self._gate_up.grouped_product(rows, visits.ends) + self._gate_up_bias.index_select(0, own)
         inner = clamped_swiglu(gate_up)
@@ -168,15 +174,15 @@ class InterleavedMatrices:
         return made
 
 
-# Which experts a token visits, and with what weight, as the models in transformers choose them.
+# Routing of tokens to experts, equal to the models in transformers.
 
 _GROUP_SCORE_EXPERTS = 2
-"""A group of experts is ranked by the sum of its best ones."""
+"""The score of a group of experts is the sum of so many best ones."""
 _LEAST_SUM = 1e-20
 
 
 class Routing(NamedTuple):
-    """Of each token its experts [tokens, top_k] int64 and their weights [tokens, top_k] float32."""
+    """For each token its experts [tokens, top_k] int64 and their weights [tokens, top_k] float32."""
 
     experts: Tensor
     weights: Tensor
@@ -185,9 +191,12 @@ class Routing(NamedTuple):
 def route(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, moe: ExpertLayers, *, logit_bias: Tensor | None = None
 ) -> Routing:
-    """The experts of `hidden` [tokens, hidden], by the router's `weight` [experts, hidden], the `bias` [experts] that
-    only chooses, and that of all it says. All in float32, whatever the model's type: close scores decide between
-    experts."""
+    """Returns the experts for `hidden` [tokens, hidden], computed in float32 because close scores decide between
+    experts.
+
+    `weight` [experts, hidden] and `logit_bias` [experts] give the router's logits. `bias` [experts] affects the choice
+    of experts but not their weights.
+    """
     logits = F.linear(hidden.float(), weight.float(), None if logit_bias is None else logit_bias.float())
     scores = torch.softmax(logits, -1) if moe.score == "softmax" else logits.sigmoid()
     choosing = scores if bias is None else scores + bias
@@ -201,34 +210,35 @@ def route(
 
 
 def _within_groups(choosing: Tensor, moe: ExpertLayers) -> Tensor:
-    """`choosing`, -inf for experts outside of each token's best groups."""
+    """Returns `choosing` with -inf for experts outside each token's best groups."""
     by_group = choosing.unflatten(-1, (moe.num_groups, -1))
     best = by_group.topk(_GROUP_SCORE_EXPERTS, -1).values.sum(-1).topk(moe.top_groups, -1).indices
     outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
     return by_group.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
-# Experts of a layer: each token visits a few of them, and some layers have others that every token visits.
+# The experts of a layer. Each token visits a few of them. Some layers also have shared experts for all tokens.
 
 _ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router")
-"""What families call a router; its experts are in the same block."""
+"""Names of a router in different families. Its experts are in the same block."""
 _ROUTER_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
-"""What they call the bias that only chooses."""
+"""Names of the bias for choosing experts."""
 _SHARED = ("shared_experts", "shared_expert")
-"""What they call those that every token visits."""
+"""Names of the shared experts."""
 
 
 class Experts:
-    """Implements `FeedForward`: a router, this rank's share of the experts, and of the shared ones where there are any.
+    """Implements `FeedForward` with a router, this rank's share of the experts, and any shared experts.
 
-    Of the engine's ranks, runs hold experts whole between them and cut each among themselves (`engine_layout`). Every
-    rank has all tokens and adds what its share makes of them, so that one sum over all ranks completes it.
+    The engine's ranks form runs. Each run holds some whole experts, and its ranks cut each of them (see
+    `engine_layout`). Every rank has all tokens and adds the output of its share. One sum over all ranks completes the
+    result.
     """
 
     def __init__(
         self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel, kept_as: int | None = None
     ) -> None:
-        """`kept_as` numbers the layer among those with experts, where the tokens' routing is to be kept."""
+        """`kept_as` is the layer's number among those with experts. None if the routing is not recorded."""
         moe = architecture.moe
         assert moe is not None
         self._group, self._moe, self._kept_as = group, moe, kept_as
@@ -240,7 +250,7 @@ class Experts:
         self._router_bias = next((bias for bias in biases if bias is not None), None)
         self._matrices = (InterleavedMatrices if moe.interleaved else GatedMatrices)(parameters, block)
         self.needs_host = not self._matrices.is_grouped_on_device(self._norm.dtype)
-        """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
+        """Whether the host must know the number of tokens per expert. Steps cannot be recorded then."""
         self._count = self._matrices.count
         ranks_of_each = group.size * self._count // moe.num_experts
         self._first, self._part_of_each = group.rank // ranks_of_each * self._count, group.rank % ranks_of_each
@@ -270,16 +280,16 @@ class Experts:
         self._routed(self._norm(hidden), attention)
 
     def _routed(self, inner: Tensor, attention: Attention) -> Routing:
-        """Of the normed tokens [tokens, hidden]; equal on all ranks."""
+        """Returns the routing of the normed tokens [tokens, hidden]. It is equal on all ranks."""
         routing = route(inner, self._router, self._router_bias, self._moe, logit_bias=self._logit_bias)
         if self._kept_as is not None:
             attention.keep_routing(self._kept_as, routing.experts)
         return routing
 
     def _visited(self, inner: Tensor, routing: Routing) -> Tensor:
-        """[tokens, hidden]: what the experts of this rank add to the tokens, in this rank's share of their columns.
+        """Returns the output of this rank's share of the experts, shape [tokens, hidden].
 
-        Visits lie by expert, so that each expert has one product; those to experts of other ranks lie last.
+        Visits are sorted by expert, so each expert needs one product. Visits to experts of other ranks come last.
         """
         expert = routing.experts.flatten()
         if self._count < self._moe.num_experts:
@@ -292,25 +302,25 @@ class Experts:
         made = self._matrices.made(rows, weights, Visits(expert, ends, self._part_of_each))
         if self._count < self._moe.num_experts:
             made.masked_fill_((expert == self._count)[:, None], 0)
-        # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
+        # Sums over the visits of each token in a fixed order. Scattered additions on GPUs have none.
         return torch.empty_like(made).index_copy_(0, order, made).view(len(inner), self._moe.top_k, -1).sum(1)
 
 
-# The decoder on this rank's shard, reading parameters where the weight sync writes them.
+# The whole decoder. It reads parameters directly from the memory written by weight syncs.
 
 
 class _Layer(NamedTuple):
     number: int
-    """Among those of one kind: with attention, or with states."""
+    """Its number among the layers of its kind, with attention or with states."""
     attention: AttentionLayer
     feed_forward: FeedForward
     stages: tuple[str, str]
 
 
 class EngineModel:
-    """Tensors are held by reference and read on every call: an in-place update takes effect at the next token.
+    """The decoder on this rank. It holds parameters by reference, so an in-place update takes effect at the next token.
 
-    With `record_routing` layers with experts keep the tokens' routing beside keys and values.
+    With `record_routing` layers with experts cache the tokens' routing beside keys and values.
     """
 
     def __init__(
@@ -333,9 +343,9 @@ class EngineModel:
         self.num_layers, self.num_attention_layers = architecture.num_layers, architecture.num_attention_layers
         attention = LatentAttention if architecture.mla else GroupedAttention
         self.attention_shape = attention.shape(architecture, tensor_parallel.size)
-        """What of a token each layer with attention keeps, and attends to."""
+        """Shape of attention and of the cached data per token in attention layers."""
         self.state_shape = StateShape.of(architecture, tensor_parallel.size)
-        """What others keep of a sample."""
+        """Shape of the states per sample in the other layers."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
         magnitude = architecture.rotation_magnitude
@@ -367,22 +377,22 @@ class EngineModel:
             self._rotaries.append(RotaryEmbedding(frequencies, magnitude, max_positions, device))
         windows = (architecture.window_of(layer) for layer in range(self.num_layers))
         self._rotary_of = tuple(int(own_base and window is not None) for window in windows)
-        """Of each layer, which of them."""
+        """For each layer, the index of its rotary embedding."""
         self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
-        """Called with what `forward` and `logits` have come to at each stage, as tools/parity.py names them."""
+        """Called with the values of each stage in `forward` and `logits`. tools/parity.py has the names of stages."""
 
     @property
     def needs_host(self) -> bool:
-        """Whether a step waits for the host to read something, so that it cannot be recorded."""
+        """Whether a step waits for data on the host. Such a step cannot be recorded."""
         experts = (layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, Experts))
         return any(layer.needs_host for layer in experts)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where each parameter lies now: memory that is offloaded comes back elsewhere."""
+        """Returns the addresses of all parameters. They change when offloaded memory returns."""
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """Hidden states [tokens, hidden] before the final norm, of `tokens` [tokens] standing at `positions` [tokens].
+        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] at `positions` [tokens].
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -394,7 +404,8 @@ class EngineModel:
         return hidden
 
     def fill_cache(self, tokens: Tensor, positions: Tensor, attention: PrefillAttention) -> None:
-        """Cache the keys and values of prompt tokens [tokens]: `forward` without what only its result would need.
+        """Caches the keys and values of prompt tokens [tokens]. This is `forward` without the work needed only for its
+        result.
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -410,12 +421,12 @@ class EngineModel:
             last.attention.store(last.number, hidden, rotation, attention)
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
-        """Of every layer."""
+        """Returns the rotation of every layer."""
         rotations = [rotary.at(positions) for rotary in self._rotaries]
         return [rotations[base] for base in self._rotary_of]
 
     def _add_layer(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """Add one layer's attention and MLP to `hidden`, in place."""
+        """Adds the outputs of one layer's attention and MLP to `hidden` in place."""
         layer = self._layers[index]
         layer.attention.add(layer.number, hidden, rotation, attention)
         self.observe(layer.stages[0], hidden)
@@ -423,7 +434,8 @@ class EngineModel:
         self.observe(layer.stages[1], hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, padded vocab_size] float32, -inf in the padded columns, equal on every rank.
+        """Returns the logits as float32, shape [tokens, padded vocab_size], equal on every rank. Padded columns are
+        -inf.
 
         Collective over: the engine's tensor-parallel group.
         """

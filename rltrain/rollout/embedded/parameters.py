@@ -1,4 +1,4 @@
-"""The engine's parameters, tensor parallelism, adapters and grouped products."""
+"""Parameters of the embedded engine, with tensor parallelism, adapters and grouped products."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from rltrain.reshard.megatron_layout import adapter_pairs
 
 
 class TensorParallel:
-    """This rank's place in a tensor-parallel group; no group means a group of one, without communication."""
+    """This rank's position in a tensor-parallel group. Without a group its size is 1 and there is no communication."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -25,13 +25,13 @@ class TensorParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum of `partial` over the ranks, in place. Collective over: the tensor-parallel group."""
+        """Sums `partial` over the ranks in place and returns it. Collective over: the tensor-parallel group."""
         if self.size > 1:
             dist.all_reduce(partial, group=self.group)
         return partial
 
     def least(self, number: int, device: torch.device) -> int:
-        """Of the ranks' numbers. Collective over: the tensor-parallel group."""
+        """Returns the least of the ranks' numbers. Collective over: the tensor-parallel group."""
         if self.size == 1:
             return number
         least = torch.tensor(number, dtype=torch.int64, device=device)
@@ -39,7 +39,7 @@ class TensorParallel:
         return int(least)
 
     def all_gather_columns(self, shard: Tensor) -> Tensor:
-        """[rows, size * columns]: the ranks' shards side by side. Collective over: the tensor-parallel group."""
+        """Concatenates the ranks' shards to [rows, size * columns]. Collective over: the tensor-parallel group."""
         if self.size == 1:
             return shard
         rows, columns = shard.shape
@@ -49,21 +49,21 @@ class TensorParallel:
 
 
 def local_token_ids(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Row numbers within a vocabulary shard that starts at `first`, and a mask of the tokens that lie outside it."""
+    """Returns (row numbers within a vocabulary shard that starts at `first`, mask of the tokens outside the shard)."""
     local = tokens - first
     outside = torch.logical_or(local < 0, local >= count)
     return local.masked_fill(outside, 0), outside
 
 
-# Products of runs of rows, each with a matrix of its own.
+# Grouped products: each run of rows is multiplied with another matrix.
 
 _ALIGNMENT = 16
-"""Bytes, of rows of what torch's grouped product takes."""
+"""Required alignment in bytes of rows in torch's grouped product."""
 
 
 def is_grouped_on_device(matrices: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies all groups of `matrices`, read as `dtype`, in one launch, without a look of the host at
-    the groups."""
+    """Returns whether torch multiplies all groups of `matrices`, read as `dtype`, in one launch without help by the
+    host."""
     return (
         matrices.is_cuda
         and dtype == torch.bfloat16
@@ -73,8 +73,10 @@ def is_grouped_on_device(matrices: Tensor, dtype: torch.dtype) -> bool:
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """[rows, m] from `rows` [rows, n] and `matrices` [groups, m, n]: group g, which `ends` at that row, times the
-    transpose of matrix g. What lies behind the last group is left undefined."""
+    """Multiplies `rows` [rows, n] by the transposed `matrices` [groups, m, n]. Returns [rows, m].
+
+    The rows of group g end at `ends`[g] and use matrix g. Rows after the last group are undefined in the result.
+    """
     if is_grouped_on_device(matrices, matrices.dtype):
         product: Tensor = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.int())
         return product
@@ -87,16 +89,16 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-# Low-rank adapters whose weights are kept apart from those that they are added to: scale * (x A.T) B.T beside x W.T,
-# Hu et al. 2021, "LoRA", section 4.1.
+# Separate low-rank adapters: x W.T + scale * (x A.T) B.T (Hu et al. 2021, "LoRA", section 4.1).
 
 
 class EngineAdapter:
-    """Of the matrices that lie one below the other in one parameter, or of such for each of several experts.
+    """The adapter of one parameter. The parameter may be several matrices stacked by rows, for one layer or for each
+    expert.
 
-    `a` [parts * rank, columns] and `b` [rows, rank] are held by reference and read on every call, with one dimension
-    more, of experts, where these are stacked; part i goes with `rows`[i] of `b`. Where `a` is cut by columns, as the
-    matrix is, what is added is a part of a sum over the ranks, as the matrix's product is.
+    `a` [parts * rank, columns] and `b` [rows, rank] are held by reference and read on every call. For experts both have
+    a leading dimension of experts. Part i belongs to `rows`[i] rows of `b`. If `a` is cut by columns like the matrix,
+    products are partial sums over the ranks, like the matrix's products.
     """
 
     def __init__(self, a: Tensor, b: Tensor, rows: Sequence[int], scale: float) -> None:
@@ -104,20 +106,21 @@ class EngineAdapter:
         self._rank = b.shape[-1]
 
     def product(self, inputs: Tensor) -> Tensor:
-        """[tokens, columns] -> what is added to [tokens, rows]."""
+        """Returns the addition to a product: [tokens, columns] -> [tokens, rows]."""
         return self._outer(F.linear(inputs, self._a), F.linear)
 
     def grouped_product(self, inputs: Tensor, ends: Tensor) -> Tensor:
-        """The same of experts, as grouped_product.grouped_product has tokens."""
+        """Returns the addition to a grouped product (see the function `grouped_product`)."""
         inner = grouped_product(inputs, self._a, ends)
         return self._outer(inner, lambda part, b: grouped_product(part.contiguous(), b, ends))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(a, b) of one matrix that is alone in its parameter."""
+        """Returns (a, b) of a parameter with a single matrix."""
         return self._a, self._b
 
     def is_grouped_on_device(self, dtype: torch.dtype) -> bool:
-        """As grouped_product.is_grouped_on_device, of both its products."""
+        """Returns whether both of its grouped products run on the device only (see the function
+        `is_grouped_on_device`)."""
         return is_grouped_on_device(self._a, dtype) and is_grouped_on_device(self._b, dtype)
 
     def _outer(self, inner: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -128,29 +131,29 @@ class EngineAdapter:
         return torch.cat([product(part, b) for part, b in parts], -1)
 
 
-# The embedded engine's parameters, and its matrices as products read them.
+# The parameters of the embedded engine as matrices for products.
 
 
 class Matrix(ABC):
-    """One matrix, or several stacked ones, that tokens are multiplied with."""
+    """One matrix, or several stacked ones, for products with tokens."""
 
     adapter: EngineAdapter | None = None
-    """What is added to products, where that is kept apart."""
+    """A separate adapter, added to products."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """[rows, columns], or [matrices, rows, columns] of stacked ones, as it is now, without its adapter."""
+        """Returns its present values without the adapter: [rows, columns], or [matrices, rows, columns] if stacked."""
 
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[tokens, columns] -> [tokens, rows]"""
+        """Multiplies [tokens, columns] to [tokens, rows]."""
         return F.linear(inputs, self.read(), bias)
 
     def grouped_product(self, inputs: Tensor, ends: Tensor) -> Tensor:
-        """As grouped_product.grouped_product, of stacked ones."""
+        """Returns the grouped product of stacked matrices (see the function `grouped_product`)."""
         return grouped_product(inputs, self.read(), ends)
 
     def add_product(self, hidden: Tensor, inputs: Tensor) -> None:
-        """hidden [tokens, rows] += inputs [tokens, columns] @ matrix.T, of one type."""
+        """Computes hidden [tokens, rows] += inputs [tokens, columns] @ matrix.T. All have the same dtype."""
         hidden.addmm_(inputs, self.read().t())
 
 
@@ -163,7 +166,7 @@ class PlainMatrix(Matrix):
 
 
 class TransposedMatrices(Matrix):
-    """Stacked ones that are kept as [matrices, columns, rows]."""
+    """Stacked matrices stored as [matrices, columns, rows]."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -173,7 +176,7 @@ class TransposedMatrices(Matrix):
 
 
 class AdaptedMatrix(Matrix):
-    """Another one with an adapter beside it."""
+    """Another matrix with a separate adapter."""
 
     adapter: EngineAdapter
 
@@ -194,7 +197,7 @@ class AdaptedMatrix(Matrix):
 
 
 class LayerParameters:
-    """Those of one layer, by their names in it."""
+    """The parameters of one layer, by their names within it."""
 
     def __init__(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], layer: int) -> None:
         self._parameters, self._matrices, self._prefix = parameters, matrices, f"model.layers.{layer}."
@@ -203,21 +206,21 @@ class LayerParameters:
         return self._parameters[self._prefix + name]
 
     def get(self, name: str) -> Tensor | None:
-        """None where the layer has no such parameter."""
+        """Returns the parameter, or None if the layer has none of this name."""
         return self._parameters.get(self._prefix + name)
 
     def first(self, *names: str) -> Tensor:
-        """That of the first of `names` which the layer has. KeyError where it has none."""
+        """Returns the first existing parameter of `names`. Raises KeyError if there is none."""
         return self[next((name for name in names if self._prefix + name in self._parameters), names[-1])]
 
     def matrix(self, name: str) -> Matrix:
-        """As products read it."""
+        """Returns the parameter as a matrix for products."""
         name = self._prefix + name
         return self._matrices.get(name) or PlainMatrix(self._parameters[name])
 
 
 class QuantizedMatrix(Matrix):
-    """In FP8 with a scale per block. What is read is made anew each time, so that no second copy stays in memory."""
+    """A matrix in FP8 with a scale per block. It is dequantized on every read, so no second copy stays in memory."""
 
     def __init__(self, weight: Tensor, scales: Tensor, places: ScalePlaces, dtype: torch.dtype) -> None:
         self._weight, self._scales, self._dtype = weight, scales, dtype
@@ -226,7 +229,7 @@ class QuantizedMatrix(Matrix):
         )
         widths = np.bincount(places.column_blocks)
         self._width = int(widths[0]) if (widths == widths[0]).all() else None
-        """Columns in each block, where all blocks have as many."""
+        """Columns of each block. None if they differ."""
 
     def read(self) -> Tensor:
         scales = self._scales.view(-1)[self._entries]
@@ -241,7 +244,7 @@ class QuantizedMatrix(Matrix):
 def quantized_matrices(
     layout: Layout, rank: int, parameters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Matrix]:
-    """Of `parameters`, those of `rank` in `layout`, the ones in FP8; they are read as `dtype`."""
+    """Returns the FP8 matrices of `rank`'s parameters in `layout`, to be read as `dtype`."""
     return {
         name: QuantizedMatrix(parameters[name], parameters[name + SCALE_SUFFIX], places, dtype)
         for name, places in scale_places(layout, rank).items()
@@ -251,7 +254,7 @@ def quantized_matrices(
 def adapted_matrices(
     layout: Layout, rank: int, parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], scale: float
 ) -> dict[str, Matrix]:
-    """`matrices`, and those of `parameters` that have adapters, which are `rank`'s in the adapters' `layout`."""
+    """Returns `matrices` with adapters added. `layout` is the adapters' layout and `parameters` are those of `rank`."""
     found = dict(matrices)
     for pair in adapter_pairs(layout, rank):
         matrix, (a, b) = matrices.get(pair.adapted) or PlainMatrix(parameters[pair.adapted]), pair.names

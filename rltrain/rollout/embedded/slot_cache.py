@@ -1,4 +1,4 @@
-"""Keys and values of samples, a slot for each that runs, and attention over them: memory grows with what is needed."""
+"""A KV cache with one slot per running sample, and attention over it. Its memory grows with the need."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,22 +27,21 @@ from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
 _MIN_READ = 16
-"""Positions: shorter rows than a vector make softmax and products several times slower on CPU."""
+"""Minimum number of positions. With shorter rows softmax and products are several times slower on CPUs."""
 _RECORDED_SIZES = 4
-"""Of lengths, from each power of two up to the next."""
+"""Recorded sizes (lengths) between two powers of two."""
 
 
 class SlotCache(KvCache):
-    """[layers, slots, kv_heads, capacity, head_dim] of keys and as much of values, or of latents
-    alone: `values` are a view of them then.
+    """Keys and values in two tensors of shape [layers, slots, kv_heads, capacity, head_dim].
 
-    Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
-    many more or more (what is read lies denser than after doubling), up to what `shape` says. Every entry is finite,
-    written or not, so that a masked one contributes exactly zero. `mask` [slots, kv_heads, capacity] is what attention
-    adds to scores: 0 where a slot holds a token, else -inf.
+    With latent attention `values` are a view of `keys`. Memory follows the need: `reserve` at least doubles the slots,
+    or extends the positions by at least half, within the limits of `shape`. Growing positions by half keeps the read
+    data denser than doubling. All entries are finite even before they are written, so masked entries contribute exactly
+    zero. `mask` [slots, kv_heads, capacity] is added to attention scores. It is 0 for existing tokens and -inf
+    elsewhere.
 
-    What is parked is copied into memory of its own, no more of it than the slots have. Where the model has states of
-    samples, each slot has those of its own.
+    Parked content is copied to separate memory, limited to the size of all slots. Per-sample states are kept per slot.
     """
 
     def __init__(self, shape: CacheShape) -> None:
@@ -63,14 +62,14 @@ class SlotCache(KvCache):
         return *(cache.data_ptr() for cache in self.tensors()), *self.mask.shape
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
-        """Make room for `num_positions` in each of `num_slots`; what the first `num_used` slots hold stays."""
+        """Makes room for `num_positions` in each of `num_slots`. The first `num_used` slots keep their content."""
         num_slots = min(num_slots, self._max_slots)
         num_positions = min(read_length(num_positions), self._max_positions)
         if num_slots <= self.num_slots and num_positions <= self.capacity:
             return
         if not num_used:
             num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
-            self._allocate(0, 0)  # first, so that old and new memory never exist together
+            self._allocate(0, 0)  # first, so old and new memory never exist together
         before, mask = self._by_position(), self.mask
         self._allocate(
             _grown(num_slots, self.num_slots, 2 * self.num_slots, self._max_slots),
@@ -123,7 +122,7 @@ class SlotCache(KvCache):
         self.mask[to, :, :num_positions] = self.mask[by, :, :num_positions]
 
     def free(self, first: int, end: int) -> None:
-        """A slot's memory stays for whoever comes next."""
+        """Does nothing, since the memory of a slot stays for the next sample."""
 
     def park(self, slot: int, sample: Sample) -> None:
         count = len(sample.context) - 1
@@ -136,7 +135,7 @@ class SlotCache(KvCache):
         return self.routing[0][:, slot, 0, first:end].transpose(0, 1).clone()
 
     def keep_routing(self, layer: int, experts: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Of one token in each of these places."""
+        """Stores the experts of one token at each (slot, position)."""
         (buffer,) = self.routing
         rows = slots * self.capacity + positions
         buffer[layer].view(-1, experts.shape[-1]).index_copy_(0, rows, experts.to(buffer.dtype))
@@ -178,13 +177,13 @@ class SlotCache(KvCache):
             self.routing = (self._routing_shape.new_buffer(num_slots, 1, capacity, device=self.keys.device),)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
-        """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
+        """Start of each slot's and head's positions with the first three axes flattened, shape [slots, kv_heads]."""
         self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
-        """Of what is kept what each layer has, flattened so."""
+        """For each cached tensor, its layers flattened in this way."""
 
 
 class _Kept(NamedTuple):
-    """Of a sample that is parked."""
+    """Content of a parked sample."""
 
     of_tokens: tuple[Tensor, ...]
     states: tuple[Tensor, Tensor] | None
@@ -195,17 +194,18 @@ def _grown(wanted: int, present: int, enough: int, limit: int) -> int:
 
 
 def round_up(num_positions: int) -> int:
-    """The next length whose rows stay aligned for vector units and attention kernels."""
+    """Rounds up to a length with aligned rows, as needed by vector units and attention kernels."""
     return -(-num_positions // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
 def read_length(num_positions: int) -> int:
-    """How many positions decoding reads where `num_positions` are needed: capacity for them lets it."""
+    """Returns the number of positions read by decoding if `num_positions` are needed. The capacity must cover them."""
     return round_up(max(num_positions, _MIN_READ))
 
 
 class _SlotPrefillAttention(PrefillAttention):
-    """`slots` [copies, 2] names a slot and the head it receives: samples with equal contexts share one."""
+    """Prefill attention. `slots` [copies, 2] are pairs of a slot and the head for it. Samples with equal contexts share
+    one."""
 
     def __init__(self, cache: SlotCache, slots: Tensor, width: int) -> None:
         super().__init__(width, cache.attention)
@@ -219,7 +219,7 @@ class _SlotPrefillAttention(PrefillAttention):
         self._store(self._cache.routing, layer, [experts[:, None]])
 
     def _store(self, buffers: Sequence[Tensor], layer: int, new: Sequence[Tensor]) -> None:
-        for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+        for buffer, tokens in zip(buffers, new, strict=False):  # latents have only one buffer
             buffer[layer][self._slots, :, : self._width] = self._by_head(tokens)[self._heads].to(buffer.dtype)
 
 
@@ -251,7 +251,7 @@ class _SlotSuffixAttention(SuffixAttention):
 
 
 class _DecodeAttention:
-    """Reads all slots up to the same position, `num_positions` or a few more."""
+    """Reads all slots up to the same position, at `num_positions` or slightly above."""
 
     reads_cache = True
     states: StepStates | None = None
@@ -282,7 +282,8 @@ class _DecodeAttention:
         return _attend(q, k, v, bias, self._shape, sinks).view(len(queries), -1)
 
     def _within(self, bias: Tensor, window: int | None) -> Tensor:
-        """[slots * kv_heads, positions]: `bias` [slots, kv_heads, positions], -inf besides before a window."""
+        """Returns `bias` [slots, kv_heads, positions] with -inf before the window too, shape [slots * kv_heads,
+        positions]."""
         if window is not None:
             before = self._positions[:, None] - torch.arange(bias.size(-1), device=bias.device) >= window
             bias = bias.masked_fill(before[:, None], -torch.inf)
@@ -296,11 +297,11 @@ class _DecodeAttention:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of q [n, group, head_dim] over k [n, positions, head_dim] and v [n, positions, value_dim]; the heads
-    that share a KV head are rows.
+    """Attends with q [n, group, head_dim] to k [n, positions, head_dim] and v [n, positions, value_dim].
 
-    `bias` [n, 1, positions], `sinks` [n, group, 1]. In float32 two batched products measure faster on CPU than the
-    fused kernel, which pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
+    The rows of a group are the heads sharing a KV head. `bias` is [n, 1, positions] and `sinks` [n, group, 1]. In
+    float32 two batched products are faster on CPUs than the fused kernel, which has a cost per slot and head. Half
+    precision takes the fused kernel, because its scores stay in float32.
     """
     if q.dtype != torch.float32 or shape.softcap is not None or sinks is not None:
         q, k, v, bias = (x[:, None] for x in (q, k, v, bias))

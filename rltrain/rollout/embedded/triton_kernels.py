@@ -1,4 +1,4 @@
-"""Triton kernels: drawing tokens, and attention over blocks. Imported only where Triton is."""
+"""Triton kernels for sampling and for attention over blocks. Import this module only if Triton is installed."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from rltrain.rollout.embedded import decoder as streams_of
 from rltrain.rollout.embedded.decoder import BLOCK_TOKENS, FIRST_BLOCK
 
-# A Triton kernel: the draw of one token per row of logits, as sampling.draw makes it. Imports Triton.
+# Sampling kernel: one token per row of logits, equal to decoder.draw.
 
 _BLOCKS_AT_ONCE = 32
 _POSITION_STEP: tl.constexpr = tl.constexpr(streams_of.POSITION_STEP % 2**64)
@@ -20,18 +20,18 @@ _UNIFORM_SCALE: tl.constexpr = tl.constexpr(streams_of.UNIFORM_SCALE)
 _NO_STREAM: tl.constexpr = tl.constexpr(streams_of.NO_STREAM)
 _FIRST_BLOCK: tl.constexpr = tl.constexpr(FIRST_BLOCK)
 _LOWEST: tl.constexpr = tl.constexpr(-3e38)
-"""In place of minus infinity, whose difference to itself is NaN."""
+"""Replaces minus infinity, because the difference of two infinities is NaN."""
 
 
 @triton.jit
 def _gumbels(state, counters):
-    """Returns -log(-random_streams.log_uniforms)."""
+    """Returns -log(-log_uniforms), with decoder.log_uniforms."""
     z = state + counters.to(tl.uint64) * _COUNTER_STEP
     z = (z ^ (z >> 30)) * _MULTIPLIER_1
     z = (z ^ (z >> 27)) * _MULTIPLIER_2
     u = (z | _UNIFORM_BITS).to(tl.int64, bitcast=True).to(tl.float32) * -_UNIFORM_SCALE
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6))))))
-    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1 - u)))  # 1 - u rounds a small u away
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1 - u)))  # 1 - u loses a small u
 
 
 @triton.jit
@@ -39,7 +39,8 @@ def _draw(
     logits, streams, positions, tokens, logprobs, temperature, vocab, row_stride,
     blocks_at_once: tl.constexpr, block_tokens: tl.constexpr, is_greedy: tl.constexpr,
 ):  # fmt: skip
-    """A program per row: the best of the blocks while their sums are made, then the best token of that block."""
+    """Samples a row per program. It finds the best block while it sums the blocks, then the best token of that
+    block."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     stream = tl.load(streams + row)
@@ -75,7 +76,7 @@ def _draw(
 
 
 def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns what sampling.draw returns where all tokens take part."""
+    """Returns the result of decoder.draw without truncation."""
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -87,7 +88,7 @@ def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: f
     return tokens, logprobs
 
 
-# A Triton kernel: attention of one query token per slot over keys and values in blocks. Imports Triton.
+# Attention kernel: one query token per slot over keys and values in blocks.
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def _attend(
     slot_stride, head_stride, table_stride, num_kv_heads, group_size, head_dim,
     group_rows: tl.constexpr, block_tokens: tl.constexpr, dim_columns: tl.constexpr,
 ):  # fmt: skip
-    """A program per slot and KV head, with the softmax kept up from block to block (arXiv:1805.02867)."""
+    """Attends for one slot and KV head per program, with an online softmax over blocks (arXiv:1805.02867)."""
     slot, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + slot) + 1
     head, dim, place = tl.arange(0, group_rows), tl.arange(0, dim_columns), tl.arange(0, block_tokens)
@@ -129,8 +130,11 @@ def _attend(
 def attend_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """[slots, heads, head_dim] from queries of that shape, a layer's blocks, their table, where queries stand, and what
-    scores are multiplied by."""
+    """Attends to blocks. Returns [slots, heads, head_dim], the shape of `queries`.
+
+    `keys` and `values` are a layer's blocks, `table` has the blocks of each slot, `positions` [slots] the queries'
+    positions. Scores are multiplied by `scale`.
+    """
     num_slots, num_heads, head_dim = queries.shape
     _, block_tokens, num_kv_heads, _ = keys.shape
     group_size = num_heads // num_kv_heads
@@ -138,7 +142,7 @@ def attend_blocks(
     _attend[num_slots, num_kv_heads](
         queries, keys, values, table, positions, attended, scale,
         queries.stride(0), queries.stride(1), table.stride(0), num_kv_heads, group_size, head_dim,
-        group_rows=max(16, triton.next_power_of_2(group_size)),  # the least that matrix units take
+        group_rows=max(16, triton.next_power_of_2(group_size)),  # the minimum of matrix units
         block_tokens=block_tokens,
         dim_columns=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
