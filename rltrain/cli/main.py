@@ -56,7 +56,7 @@ SUBCOMMANDS = {
         "rltrain.cli.doctor", "what machines have, lack and allow, and how they are linked", starts_ranks="if asked"
     ),
     "make-quickstart": Subcommand("rltrain.cli.quickstart", "a tiny model and its problems"),
-    "schema": Subcommand("rltrain.config.json_schema", "the JSON schema of config files"),
+    "schema": Subcommand("rltrain.config.key_reference", "the JSON schema of config files"),
     "completion": Subcommand("rltrain.cli.completion", "completion for bash, zsh or fish"),
 }
 

@@ -27,7 +27,7 @@ from rltrain.cli.main import SUBCOMMANDS, main, run_script
 from rltrain.cli.python_interface import read_config
 from rltrain.cli.ranks import RANK_MODULE, possible_worlds, torchrun_command, torchrun_options
 from rltrain.cli.ranks import main as ranks_main
-from rltrain.config import json_schema
+from rltrain.config import key_reference
 from rltrain.config.explain import all_keys
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
@@ -257,11 +257,11 @@ def test_other_shells_know_all_keys() -> None:
 
 def test_the_schema_in_the_repository_is_that_of_the_code() -> None:
     stored = (REPOSITORY / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert stored == json_schema.text(), "rltrain schema > configs/schema.json"
+    assert stored == key_reference.text(), "rltrain schema > configs/schema.json"
 
 
 def test_the_schema_has_every_key_with_its_words() -> None:
-    schema = json.loads(json_schema.text())
+    schema = json.loads(key_reference.text())
     named = set(schema["properties"])
     for definition in schema["$defs"].values():
         named |= set(definition.get("properties", {}))
