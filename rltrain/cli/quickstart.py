@@ -17,20 +17,165 @@ import argparse
 import json
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models
-
-from rltrain.cli.tiny_model import Size, SpecialTokens, write_checkpoint
 
 SMALLEST, LARGEST = 100, 999
 HELD_OUT_SHARE = 10
 NUM_TRAIN, NUM_EVAL = 20000, 512
+INIT_STD = 0.02
 EOS, PAD = "<eos>", "<pad>"
 CHARACTERS = "0123456789+=,"
 
 Pair = tuple[int, int]
+
+
+# The checkpoint.
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a Qwen3 model with untied embeddings; with experts, of which every token visits `top_k`, a
+    Qwen3-MoE one."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 256
+    max_positions: int = 2048
+    experts: int = 0
+    top_k: int = 2
+    expert_intermediate: int = 64
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokenizer's own names for its end-of-sequence and padding tokens."""
+
+    eos: str
+    pad: str
+
+
+def write_checkpoint(
+    folder: Path,
+    size: Size,
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    *,
+    seed: int,
+    chat_template: str | None = None,
+) -> None:
+    """Fill `folder` with config.json, model.safetensors and the tokenizer's files.
+
+    Matrices are normal with deviation 0.02 and norms are ones, as transformers initialises Qwen3.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = tokenizer.get_vocab_size()
+    eos_id, pad_id = _token_id(tokenizer, special.eos), _token_id(tokenizer, special.pad)
+    _write_json(folder / "config.json", qwen3_config(size, vocab_size, eos_id, pad_id))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "pad_token_id": pad_id})
+    save_file(qwen3_weights(size, vocab_size, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special.eos, "pad_token": special.pad}
+    template = {} if chat_template is None else {"chat_template": chat_template}
+    limits = {"model_max_length": size.max_positions, "clean_up_tokenization_spaces": False}
+    _write_json(folder / "tokenizer_config.json", names | limits | template)
+
+
+def qwen3_config(size: Size, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
+    """The contents of config.json."""
+    of_experts = {
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.top_k,
+        "moe_intermediate_size": size.expert_intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return {
+        "architectures": ["Qwen3MoeForCausalLM" if size.experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if size.experts else "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": size.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": INIT_STD,
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+        "dtype": "float32",
+        **(of_experts if size.experts else {}),
+    }
+
+
+def qwen3_weights(size: Size, vocab_size: int, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of the checkpoint by its Hugging Face name, drawn in a fixed order."""
+    generator = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
+        return generator.normal(0, INIT_STD, (rows, columns)).astype(np.float32)
+
+    def norm(width: int) -> NDArray[np.float32]:
+        return np.ones(width, dtype=np.float32)
+
+    def mlp_weights(size: Size) -> dict[str, NDArray[np.float32]]:
+        blocks = {"mlp": size.intermediate}
+        if size.experts:
+            blocks = {f"mlp.experts.{number}": size.expert_intermediate for number in range(size.experts)}
+        router = {"mlp.gate": matrix(size.experts, size.hidden)} if size.experts else {}
+        return router | {
+            f"{block}.{name}": matrix(*(shape if name != "down_proj" else shape[::-1]))
+            for block, width in blocks.items()
+            for shape in ((width, size.hidden),)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+
+    query, key = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    weights = {"model.embed_tokens.weight": matrix(vocab_size, size.hidden)}
+    for layer in range(size.layers):
+        block = {
+            "self_attn.q_proj": matrix(query, size.hidden),
+            "self_attn.k_proj": matrix(key, size.hidden),
+            "self_attn.v_proj": matrix(key, size.hidden),
+            "self_attn.o_proj": matrix(size.hidden, query),
+            "self_attn.q_norm": norm(size.head_dim),
+            "self_attn.k_norm": norm(size.head_dim),
+            **mlp_weights(size),
+            "input_layernorm": norm(size.hidden),
+            "post_attention_layernorm": norm(size.hidden),
+        }
+        weights |= {f"model.layers.{layer}.{name}.weight": value for name, value in block.items()}
+    return weights | {"model.norm.weight": norm(size.hidden), "lm_head.weight": matrix(vocab_size, size.hidden)}
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return int(token_id)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# The problems.
 
 
 def prompt_of(pair: Pair) -> str:

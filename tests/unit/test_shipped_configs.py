@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.cli import quickstart as make_quickstart
 from rltrain.cli.main import main
-from rltrain.cli.tiny_model import Size, qwen3_weights
+from rltrain.cli.quickstart import Size, qwen3_weights
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.foreign import FOREIGN
 from rltrain.config.loader import RENAMED, load_config
