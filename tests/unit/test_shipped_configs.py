@@ -395,7 +395,7 @@ def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expe
             "critic: {critic_only_steps: 5}",
             "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",
         ),
-        ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden", which is now full_gather'),
+        ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden"; the value is now called full_gather'),
     ],
 )
 def test_what_has_another_name_now_is_refused_with_that(refusal, section, expected):
@@ -412,12 +412,12 @@ def test_what_is_named_as_the_present_name_exists():
 @pytest.mark.parametrize(
     "override, expected",
     [
-        ("rollout.n=4", "rollout.n is here batch.samples_per_prompt"),
-        ("num_generations=8", "num_generations is here batch.samples_per_prompt"),
-        ("trainer.save_freq=5", "trainer.save_freq is here checkpoint.save_interval"),
+        ("rollout.n=4", "for rollout.n use batch.samples_per_prompt"),
+        ("num_generations=8", "for num_generations use batch.samples_per_prompt"),
+        ("trainer.save_freq=5", "for trainer.save_freq use checkpoint.save_interval"),
         (
             "trainer={total_training_steps: 5, logger: console, nnodes: 2}",
-            "trainer.total_training_steps is here steps; trainer.nnodes is here placement, and torchrun's --nnodes",
+            "for trainer.total_training_steps use steps; for trainer.nnodes use placement and torchrun's --nnodes",
         ),
     ],
 )
