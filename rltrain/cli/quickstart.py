@@ -1,16 +1,15 @@
-"""Writes the quickstart's files: a tiny model, its tokenizer, and problems of three-digit column addition.
+"""Writes the quickstart's files: a tiny model, its tokenizer, and addition problems with three digits.
 
     python tools/make_quickstart.py --output DIR --seed 0
 
-DIR/model is a Qwen3 checkpoint with random weights, DIR/train.jsonl holds prompt, response and label, DIR/eval.jsonl
-problems that training never sees. A worked answer adds column by column, from the right, the carry as a third number:
+DIR/model is a Qwen3 checkpoint with random weights, or a Qwen3-MoE one with --experts N. DIR/train.jsonl has rows with
+prompt, response and label. DIR/eval.jsonl has held-out problems. A worked answer adds the columns from right to left,
+with the carry as a third number:
 
     347+285=   ->   7+5=12,4+8+1=13,3+2+1=6,632
 
-With --experts N it is a Qwen3-MoE checkpoint.
-
-DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen, and as rejected one
-that has its form alone, of random digits.
+DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl have pairs of answers for the same problems. The chosen answer is the
+worked one. The rejected answer has the same form with random digits.
 """
 
 import argparse
@@ -41,8 +40,8 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a Qwen3 model with untied embeddings; with experts, of which every token visits `top_k`, a
-    Qwen3-MoE one."""
+    """Dimensions of a Qwen3 model with untied embeddings. With `experts` it is a Qwen3-MoE model, and every token uses
+    `top_k` of them."""
 
     hidden: int = 64
     layers: int = 2
@@ -58,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokenizer's own names for its end-of-sequence and padding tokens."""
+    """The tokenizer's names of its end-of-sequence and padding tokens."""
 
     eos: str
     pad: str
@@ -73,9 +72,9 @@ def write_checkpoint(
     seed: int,
     chat_template: str | None = None,
 ) -> None:
-    """Fill `folder` with config.json, model.safetensors and the tokenizer's files.
+    """Writes config.json, model.safetensors and the tokenizer's files to `folder`. No model is built.
 
-    Matrices are normal with deviation 0.02 and norms are ones, as transformers initialises Qwen3.
+    Matrices are normal with deviation 0.02 and norms are ones, as in the initialisation of Qwen3 by transformers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = tokenizer.get_vocab_size()
@@ -91,7 +90,7 @@ def write_checkpoint(
 
 
 def qwen3_config(size: Size, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     of_experts = {
         "num_experts": size.experts,
         "num_experts_per_tok": size.top_k,
@@ -125,7 +124,7 @@ def qwen3_config(size: Size, vocab_size: int, eos_id: int, pad_id: int) -> dict[
 
 
 def qwen3_weights(size: Size, vocab_size: int, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Every tensor of the checkpoint by its Hugging Face name, drawn in a fixed order."""
+    """Returns every tensor of the checkpoint by its Hugging Face name. Random numbers are drawn in a fixed order."""
     generator = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
@@ -183,7 +182,7 @@ def prompt_of(pair: Pair) -> str:
 
 
 def worked_answer(pair: Pair) -> str:
-    """Column sums from the right with their carries, and after the last comma the sum."""
+    """Returns the column sums from the right with their carries, followed by the sum of the pair."""
     columns, carry = [], 0
     for place in (1, 10, 100):
         digits = [number // place % 10 for number in pair] + [carry] * (carry > 0)
@@ -194,12 +193,12 @@ def worked_answer(pair: Pair) -> str:
 
 
 def is_held_out(pair: Pair) -> bool:
-    """Whether the pair belongs to the tenth of all pairs that training never sees, whatever the seed."""
+    """Returns whether the pair is held out from training. This tenth of all pairs does not depend on the seed."""
     return zlib.crc32(prompt_of(pair).encode()) % HELD_OUT_SHARE == 0
 
 
 def draw_pairs(seed: int, num_train: int = NUM_TRAIN, num_eval: int = NUM_EVAL) -> tuple[list[Pair], list[Pair]]:
-    """(training pairs, held-out pairs) without repetition, in random order."""
+    """Returns (training pairs, held-out pairs) in random order, without repetition."""
     numbers = LARGEST - SMALLEST + 1
     train: list[Pair] = []
     held_out: list[Pair] = []
@@ -214,7 +213,7 @@ def draw_pairs(seed: int, num_train: int = NUM_TRAIN, num_eval: int = NUM_EVAL) 
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token per character; the texts of the task and nothing else can be written with it."""
+    """Returns a tokenizer with one token per character. It encodes only texts of the task."""
     vocab = {token: index for index, token in enumerate((EOS, PAD, *CHARACTERS))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -223,7 +222,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def write_problems(path: Path, pairs: Iterable[Pair]) -> None:
-    """One JSON object with prompt, response and label per line."""
+    """Writes one JSON object with prompt, response and label per line."""
     with path.open("w", encoding="utf-8") as file:
         for pair in pairs:
             row = {"prompt": prompt_of(pair), "response": worked_answer(pair), "label": str(sum(pair))}
@@ -231,7 +230,7 @@ def write_problems(path: Path, pairs: Iterable[Pair]) -> None:
 
 
 def wrong_answer(pair: Pair, random: np.random.Generator) -> str:
-    """Of a worked answer's form, with digits that are random."""
+    """Returns an answer in the form of the worked one, with random digits."""
     right = worked_answer(pair)
     while True:
         wrong = "".join(str(random.integers(10)) if character.isdigit() else character for character in right)
@@ -240,7 +239,7 @@ def wrong_answer(pair: Pair, random: np.random.Generator) -> str:
 
 
 def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) -> None:
-    """One JSON object with prompt, chosen and rejected per line."""
+    """Writes one JSON object with prompt, chosen and rejected per line."""
     with path.open("w", encoding="utf-8") as file:
         for pair in pairs:
             row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": wrong_answer(pair, random)}
@@ -248,7 +247,7 @@ def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
+    """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
     parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the data")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
@@ -258,7 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done."""
+    """Writes the files. Returns the exit status, always 0."""
     special = SpecialTokens(eos=EOS, pad=PAD)
     size = Size(max_positions=128, experts=arguments.experts)
     write_checkpoint(arguments.output / "model", size, character_tokenizer(), special, seed=arguments.seed)
