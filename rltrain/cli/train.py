@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _refuse_options_of_dry_run(arguments)
     if "RANK" not in os.environ:
-        raise UserError("this script runs on ranks of torchrun; start it with torchrun --nproc-per-node N, or add --dry-run")
+        raise UserError("start this script with torchrun --nproc-per-node N, or with --dry-run --world-size W")
     begin_as_rank()
     from rltrain.trainer import run_job
 
@@ -89,7 +89,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
 def _refuse_options_of_dry_run(arguments: argparse.Namespace) -> None:
     if asked := _asked(arguments):
         named = ", ".join(OPTIONS.get(name) or "--" + name.replace("_", "-") for name in asked)
-        raise UserError(f"{named}: only valid with --dry-run; add --dry-run, or leave {named} out")
+        raise UserError(f"{named}: only valid with --dry-run; add --dry-run, or remove it")
 
 
 def begin_as_rank() -> None:
@@ -118,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry.add_argument("--world-size", type=int, help="number of ranks (default 1)")
     dry.add_argument("--ranks-per-node", type=int, help="ranks of one node (default 8)")
     dry.add_argument("--gpu", help="a100, h100 (default), h200, b200, gb200, or a YAML file")
-    dry.add_argument("--ranks", dest="every_rank", action="store_true", help="print a line for every rank and pair of ranks")
+    dry.add_argument("--ranks", dest="every_rank", action="store_true", help="print every rank and pair of ranks")
     dry.add_argument("--search", action="store_true", help="propose the fastest placements and parallel sizes")
-    dry.add_argument("--calibrate", type=Path, metavar="RUN", help="output_dir of a run to calibrate the estimated seconds with")
+    dry.add_argument("--calibrate", type=Path, metavar="RUN", help="output_dir of a run to calibrate estimates with")
     dry.add_argument("--prompt-tokens", type=float, help="mean length (default: half of the limit)")
     dry.add_argument("--response-tokens", type=float, help="mean length (default: half of the limit)")
