@@ -83,14 +83,14 @@ class Evaluation(Section):
     engine: Literal["embedded", "sglang"] | None = None
     """Engine of role evaluation. For this key and all following ones null means the value of section rollout."""
     dtype: Literal["auto", "fp8"] | None = None
-    """As rollout.dtype."""
+    """Same as rollout.dtype."""
     parallel: Parallel | None = None
     max_running_requests: Count | None = None
-    """As rollout.max_running_requests."""
+    """Same as rollout.max_running_requests."""
     max_context_tokens: Count | None = None
-    """As rollout.max_context_tokens."""
+    """Same as rollout.max_context_tokens."""
     kv_cache_gb: Literal["auto"] | Positive | None = None
-    """As rollout.kv_cache_gb."""
+    """Same as rollout.kv_cache_gb."""
 
     @property
     def engine_keys(self) -> dict[str, Any]:

@@ -98,9 +98,9 @@ class Correction(Section):
     probability under the actor at the start of the step over its probability under the engine."""
 
     method: Literal["tis", "mis", "icepop", "mask"] = "tis"
-    """Use of the ratios. tis, mis and icepop multiply the tokens' losses by them. For a ratio outside [low, high], tis
-    cuts it to the limit, mis leaves the token out of the step, and icepop gives its policy loss weight 0. mask leaves
-    out the same tokens as mis, with weight 1 for all others."""
+    """Use of the ratios as weights of the tokens' losses. `tis`: clips ratios outside [low, high]. `mis`: leaves their
+    tokens out of the step. `icepop`: gives their policy loss weight 0. `mask`: as mis, with weight 1 for all other
+    tokens."""
     level: CorrectionLevel = "token"
     """Level of the ratios. `token`: one ratio for each token. `sequence`: the product over a sequence. `geometric`: the
     geometric mean over a sequence."""

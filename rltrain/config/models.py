@@ -128,9 +128,9 @@ class Recompute(Section):
     """With granularity full: number of layers to recompute, from the beginning of every chunk. A chunk is a stage's
     layers, or a part of them with vpp. `null`: all."""
     modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
-    """With granularity selective: the parts to recompute. core_attn: outputs of attention. layernorm: outputs of norms.
-    mlp: the inside of dense MLPs. moe: the inside of MoE layers with their shared experts. shared_experts: the inside
-    of shared experts alone. mla_up_proj: queries, keys and values of latent attention."""
+    """With granularity selective: the parts to recompute. `core_attn`: outputs of attention. `layernorm`: outputs of
+    norms. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their shared experts.
+    `shared_experts`: the inside of shared experts alone. `mla_up_proj`: queries, keys and values of latent attention."""
 
     def full_layers(self, count: int) -> int:
         """Returns the number of fully recomputed layers, from the first, in a chunk of `count` layers."""
@@ -324,7 +324,7 @@ class Evaluating(Section):
     micro_batch_tokens: Count = 16384
     """Most tokens of a micro-batch, as actor.micro_batch_tokens."""
     offload: Offload = "auto"
-    """As actor.offload."""
+    """Same as actor.offload."""
 
 
 class Reference(Evaluating):

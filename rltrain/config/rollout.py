@@ -183,7 +183,7 @@ class Served(Section):
     engine's turn, minus the needs of its passes and a weight sync, and minus a 20th of the device. `auto` on a CPU: no
     limit."""
     offload: Offload = "auto"
-    """As actor.offload, for the memory of engines."""
+    """Same as actor.offload, for the memory of engines."""
 
 
 class Rollout(Served):
