@@ -30,8 +30,9 @@ keys together. If a combination is not allowed, it prints the reason and the nea
 NAMES_ELSEWHERE = (
     "## Names in other trainers",
     "",
-    "Users of other trainers often write these keys from habit. rltrain refuses them and names the key to use. To convert",
-    "a whole config or script use `rltrain import-config`. The pages on coming from other trainers have its tables.",
+    "Users of other trainers often write these keys from habit. rltrain refuses them and names the key to use. To",
+    "convert a whole config or script use `rltrain import-config`. The pages on coming from other trainers have its",
+    "tables.",
     "",
 )
 

@@ -130,7 +130,7 @@ class Recompute(Section):
     modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
     """With granularity selective: the parts to recompute. `core_attn`: outputs of attention. `layernorm`: outputs of
     norms. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their shared experts.
-    `shared_experts`: the inside of shared experts alone. `mla_up_proj`: queries, keys and values of latent attention."""
+    `shared_experts`: the inside of shared experts. `mla_up_proj`: queries, keys and values of latent attention."""
 
     def full_layers(self, count: int) -> int:
         """Returns the number of fully recomputed layers, from the first, in a chunk of `count` layers."""

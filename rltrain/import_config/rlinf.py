@@ -1,4 +1,4 @@
-"""RLinf's keys, of its configs for language models. They are complete: defaults seldom matter."""
+"""Rules for RLinf's configs for language models. These configs are complete, so defaults seldom matter."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mi
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 NEVER = 1e6
-"""No mean ratio is as large."""
+"""A bound that no mean ratio reaches."""
 HARMLESS = by_pattern("""
 of logs and checkpoint files: runner.*
 torchrun starts the ranks: cluster.*
@@ -92,7 +92,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
-    """What RLinf's Megatron leaves out: micro-batches whose ratios are large in the mean."""
+    """Handles RLinf's guard for Megatron. It skips micro-batches with a large mean ratio."""
     key = "algorithm.early_stop_imp_ratio"
     bound = keys.get(key)
     if bound in NOTHING:
@@ -104,7 +104,7 @@ def _guard(keys: SourceKeys, out: Translation) -> None:
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """The ranks as RLinf writes them: `placement` here takes all of its forms."""
+    """Copies the ranks of RLinf. `placement` accepts all of its forms."""
     nodes = keys.count("cluster.num_nodes", 1)
     largest = 0
     placed_in, groups = keys.under(PLACED), _node_groups(keys.get("cluster.node_groups") or [])
@@ -137,7 +137,7 @@ RANKS_OF_NODE = 8
 
 
 def _node_groups(given: Any) -> dict[str, list[int]]:
-    """The nodes of each group, by its label."""
+    """Returns the nodes of each group by its label."""
     groups = {}
     for group in given if isinstance(given, list) else []:
         nodes = [int(one) for one in _listed(str(group.get("node_ranks", "")))]
@@ -151,7 +151,7 @@ def _listed(text: str) -> list[int]:
 
 
 def _on_nodes(value: str, nodes: list[int]) -> str:
-    """Ranks that are counted within a group of nodes, as ranks of the job; all of them: its nodes."""
+    """Converts ranks counted within a group of nodes to ranks of the job."""
     if nodes != [*range(nodes[0], nodes[0] + len(nodes))]:
         raise UntranslatableError(f"the nodes {nodes} of a group do not follow one another, as a range needs")
     if value == "all":

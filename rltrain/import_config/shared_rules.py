@@ -1,4 +1,5 @@
-"""Rules for keys that several trainers have: engines, adapters, sharding, Megatron's optimizer, INT4, MTP."""
+"""Rules for keys of several trainers: engines, adapters, sharding, Megatron's optimizer, INT4 and multi-token
+prediction."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from rltrain.import_config import translation
 from rltrain.import_config.translation import NOTHING, SourceKeys, Translation, count, cut_fully_sharded, real, truth
 from rltrain.models.registry import BIASED_ROUTERS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
 
-# Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone.
+# Layers for multi-token prediction. They are trained as in the source, or left alone.
 
 DRAFTING = "of layers that draft alone"
 APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
@@ -24,7 +25,7 @@ Trained = Literal["layer", "head", "model"]
 
 
 def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
-    """slime detaches the last hidden states, the embedding and the head."""
+    """Sets multi-token prediction of slime. It detaches the last hidden states, the embedding and the head."""
     name = "enable-mtp-training"
     if keys.truth(name, False):
         _set(out, name, keys.real("mtp-loss-scaling-factor", 0.2), "layer")
@@ -35,8 +36,11 @@ def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
-    """verl detaches the last hidden states and the embedding with `detach_encoder`; the head learns with the Megatron
-    that it pins, core 0.18. `prefix` is that of its model."""
+    """Sets multi-token prediction of verl. `prefix` is the prefix of its model keys.
+
+    With `detach_encoder` it detaches the last hidden states and the embedding. In its version of Megatron, core 0.18,
+    the head still learns.
+    """
     own = prefix + "mtp."
     if megatron and keys.truth(own + "enable", False) and keys.truth(own + "enable_train", False):
         detached = keys.truth(own + "detach_encoder", False)
@@ -48,8 +52,11 @@ def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str,
 
 
 def leave_skyrls_prediction_layers(keys: SourceKeys, out: Translation, key: str, prefix: str) -> None:
-    """SkyRL's gradients of them have a norm of their own, so that the others learn as without them: a note, as they
-    draft alone. `key` turns their training on; what begins with `prefix` says how."""
+    """Adds a note about SkyRL's multi-token prediction. The layers stay untrained.
+
+    SkyRL clips their gradients separately, so all other parameters learn as without them. `key` enables their training.
+    Keys with `prefix` are its settings.
+    """
     if keys.truth(key, False):
         out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
         for name, value in keys.under(prefix).items():
@@ -62,16 +69,18 @@ def _set(out: Translation, origin: str, coef: float, trains: Trained) -> None:
     out.notes += [WEIGHED, SAVED]
 
 
-# Which engine takes the place of a source's.
+# The engine replacing the engine of a source.
 
 SERVED_APART = ("sglang", "vllm")
 FROM_REPLAY = "enable_return_routed_experts"
-"""SGLang's argument that follows from model.router_replay."""
+"""Argument of SGLang's server that follows from model.router_replay."""
 
 
 def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
-    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or the family is not one of SGLang's
-    here, which the embedded engine alone does. `arguments` are SGLang's."""
+    """Selects SGLang for SGLang and vLLM. `arguments` are arguments of SGLang's server.
+
+    The embedded engine is used for expert parallelism, latent attention, and families not served by SGLang here.
+    """
     latent = translation.has_latent_attention(out.get("model.path"))
     family = translation.model_config(out.get("model.path")).get("model_type")
     own = family is not None and family not in SERVED_BY_SGLANG
@@ -100,7 +109,7 @@ def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, An
         out.leave(name, value, "an argument of SGLang's server")
 
 
-# Low-rank adapters of other trainers: verl's and SkyRL's keys name them as PEFT or as Megatron-Bridge does.
+# Low-rank adapters. The keys of verl and SkyRL use the names of PEFT or Megatron-Bridge.
 
 MEGATRON_TARGETS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -118,8 +127,11 @@ SHARED = (
 def set_adapters(
     given: Mapping[str, Any], out: Translation, prefix: str, alpha: float, megatron: bool, section: str = "model.lora"
 ) -> None:
-    """Into the config's `section`. `given`: rank, alpha, targets, exclude, dropout, init, type, path, those that the
-    source has; `alpha` is the source's default. `prefix` names them in messages. A rank of 0 is no adapters."""
+    """Sets the adapters in `section` of the config. A rank of 0 means no adapters.
+
+    `given` has the source's values of rank, alpha, targets, exclude, dropout, init, type and path. `alpha` is the
+    source's default. `prefix` is the prefix of the keys in messages.
+    """
     rank = given.get("rank")
     if rank in NOTHING or not count(rank):
         return
@@ -154,7 +166,7 @@ def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, sectio
         out.set(f"{section}.targets", found, prefix + "target_modules")
 
 
-# Training for INT4 by fake quantisation, as other trainers ask for it.
+# Training for INT4 by fake quantization.
 
 WEIGHTS = (
     "model.fake_quantization: trainer and engines start from weights in bfloat16, so model.path has to be such a "
@@ -163,21 +175,22 @@ WEIGHTS = (
 )
 
 
-# Fully sharded training of other trainers, which is `backend: fsdp` here where that can do what is asked for.
+# Fully sharded training. It becomes `backend: fsdp` if that backend supports all settings.
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
-"""verl's and SkyRL's names of torch's FSDP."""
+"""Names of torch's FSDP in verl and SkyRL."""
 WITH_LOGITS = 16384
-"""Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
+"""Tokens of a micro-batch if the source computes logits in chunks. This does not change what is learned."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, slices: int, section: str) -> None:
-    """How the actor is sharded, and its reference with it.
+    """Sets the sharding of the actor and of its reference.
 
-    `slices` share out a sequence; `section` is the prefix of FSDP's own keys. Megatron takes its place where adapters,
-    sequences that are cut or routers that replay are asked of experts, or sequences that are cut of gated delta nets,
-    as `backend: fsdp` refuses these."""
+    `slices` ranks share a sequence. `section` is the prefix of FSDP's keys. `backend: fsdp` does not support adapters,
+    split sequences or router replay with experts, nor split sequences with gated delta nets. Megatron is used for
+    these.
+    """
     own = {name: keys.get(section + name) for name in ("fsdp_size", "reshard_after_forward")}
     out.set("actor.parallel.cp", slices, "sequences are shared out by heads")
     reason = _refused(out, name, slices)
@@ -200,7 +213,7 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
 
 
 def _refused(out: Translation, name: str, slices: int) -> str | None:
-    """What of the model or the config `backend: fsdp` does not take; None: nothing that can be told here."""
+    """Returns the setting not supported by `backend: fsdp`, or None if none is known."""
     if name not in NAMES:
         return f"the strategy {name}"
     replicas = out.num_ranks("actor") // slices
@@ -235,8 +248,8 @@ MEGATRON_SIZES = {
 
 
 def set_sizes_of_frozen(keys: SourceKeys, out: Translation, role: str | None, prefix: str) -> None:
-    """Parallel sizes of a model that is evaluated, Megatron's below `prefix`, where any differs from the actor's. None
-    are set without a role."""
+    """Sets the parallel sizes of an evaluated model if one differs from the actor's. `prefix` is the prefix of
+    Megatron's keys. Without a role nothing is set."""
     given = {here: keys.get(prefix + name) for name, here in MEGATRON_SIZES.items()}
     own = {here: count(size) for here, size in given.items() if size not in NOTHING}
     actor = {here: out.get(f"actor.parallel.{here}") for here in given}
@@ -246,12 +259,12 @@ def set_sizes_of_frozen(keys: SourceKeys, out: Translation, role: str | None, pr
                 out.set(f"{role}.parallel.{here}", size, prefix + "*")
 
 
-# Megatron's keys of the optimizer's kind, types and place, which slime, verl and SkyRL hand on.
+# Megatron's optimizer keys, as used by slime, verl and SkyRL.
 
 ADAM = ("adam", "adamw")
 BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 SCALE = 0.2
-"""By which Muon's updates are as large as AdamW's, Liu et al. 2025, arXiv:2502.16982: rltrain's factor."""
+"""Factor giving Muon's updates the size of AdamW's, Liu et al. 2025, arXiv:2502.16982."""
 
 OPTIONS = (
     "optimizer",
@@ -268,13 +281,14 @@ OPTIONS = (
 
 
 def megatron_options(keys: SourceKeys, prefix: str, dashes: bool = False) -> dict[str, Any]:
-    """Those of `OPTIONS` that the source gives below `prefix`, or as flags with dashes."""
+    """Returns the values of `OPTIONS` given below `prefix`, or as flags with dashes."""
     names = {option: prefix + (option.replace("_", "-") if dashes else option) for option in OPTIONS}
     return {option: keys.get(name) for option, name in names.items() if name in keys}
 
 
 def set_megatron_optimizer(given: Mapping[str, Any], out: Translation, prefix: str, momentum: float = 0.95) -> None:
-    """`given` has Megatron's names with underscores; `momentum` is the source's default of Muon's."""
+    """Sets the optimizer. `given` has Megatron's names with underscores. `momentum` is the source's default for
+    Muon."""
     here = "actor.optimizer."
     if truth(given.get("optimizer_cpu_offload", False)):
         share = given.get("optimizer_offload_fraction")

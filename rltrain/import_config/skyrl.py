@@ -1,4 +1,4 @@
-"""SkyRL's keys, those of its supervised trainer, and those that change nothing."""
+"""Rules for SkyRL and its supervised trainer."""
 
 import re
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
-# SkyRL's keys that change nothing of what is computed, by pattern, with the reason.
+# Keys of SkyRL without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
 of logs alone: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
@@ -116,12 +116,12 @@ of Hydra: --*
 """)
 
 
-# SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
+# The supervised trainer. Defaults are from skyrl/train/config/sft_config.py.
 
 SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
 TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
-"""A whole split of a data set, or so many of its first rows."""
+"""A whole split of a data set, or a number of its first rows."""
 ALPACA = "rows of instruction, input and output (Alpaca) have to be written as messages before"
 SFT_HARMLESS = by_pattern("""
 of logs alone: logger tags record_memory torch_profiler_config.* enable_ray_*
@@ -222,7 +222,7 @@ def _sft_trainer(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_megatron(keys: SourceKeys, out: Translation, prefix: str, sizes: Mapping[str, int]) -> None:
-    """`sizes` are SkyRL's defaults of parallel sizes."""
+    """Sets Megatron's keys. `sizes` has SkyRL's defaults of parallel sizes."""
     own = prefix + "optimizer_config_kwargs."
     set_megatron_optimizer(megatron_options(keys, own), out, own)
     for name, here in MEGATRON_SIZES.items():
@@ -241,7 +241,7 @@ def _sft_records(keys: SourceKeys, out: Translation) -> None:
         out.set("checkpoint.resume", "none" if resume in NOTHING else str(resume), "resume_from")
 
 
-# SkyRL's engines that somebody else runs: generator.inference_engine.external_server_urls.
+# Independently running engines: generator.inference_engine.external_server_urls.
 
 BACKEND, SYNC_DIR = "weight_sync_backend", ENGINE + "delta_weight_sync.sync_dir"
 URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"
@@ -252,7 +252,8 @@ def started_by_the_job(keys: SourceKeys) -> bool:
 
 
 def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
-    """Whether engines are such servers, asked by the first of the `policy`'s ranks, which need no device for it."""
+    """Returns whether the engines are such servers. The first of the `policy` ranks send the requests, and need no
+    device for it."""
     urls, proxy, local = keys.get(URLS), keys.get(PROXY), started_by_the_job(keys)
     if urls in NOTHING and proxy in NOTHING:
         return False
@@ -271,7 +272,8 @@ def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
 
 
 def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
-    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints, here from the same folder."""
+    """Sets syncs of changed weights. External servers are vLLM servers and load whole checkpoints from the same
+    folder."""
     name, backend = keys.first(ENGINE + BACKEND, G + BACKEND, default="nccl")
     if backend != "delta":
         return
@@ -287,7 +289,7 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
     )
 
 
-# SkyRL's keys. Defaults are those of skyrl/train/config/config.py.
+# The RL trainer. Defaults are from skyrl/train/config/config.py.
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"
@@ -341,7 +343,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
 
 
 def _gpus(keys: SourceKeys, role: str) -> int:
-    """GPUs of a role; the first releases had the keys right below `trainer`."""
+    """Returns the number of GPUs of a role. In the first releases the keys were directly below `trainer`."""
     number = 1
     for what in ("num_nodes", "num_gpus_per_node"):
         number *= count(keys.first(f"{T}placement.{role}_{what}", f"{T}{role}_{what}", default=1)[1])
@@ -349,7 +351,7 @@ def _gpus(keys: SourceKeys, role: str) -> int:
 
 
 def _frozen(keys: SourceKeys) -> str:
-    """What SkyRL's reference is here."""
+    """Returns the role of SkyRL's reference in rltrain."""
     return "teacher" if distills(keys) else "reference"
 
 
@@ -360,8 +362,8 @@ def _roles(keys: SourceKeys) -> list[str]:
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """SkyRL's rules: all colocated, with as many GPUs for the policy as for the engines; or the policy with the
-    reference, and the others behind them."""
+    """Places the roles by SkyRL's rules. Either all are colocated, with equal numbers of GPUs for policy and engines.
+    Or policy and reference share ranks, and all others follow."""
     engine_size, engines = 1, 1
     for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         engine_size *= count(keys.first(ENGINE + size, f"{G}inference_engine_{size}", default=1)[1])

@@ -1,4 +1,4 @@
-"""SkyRL's keys of learning and models, and what a program registers with it, found in its text."""
+"""Rules for SkyRL's keys of learning and models, and for functions registered by a program."""
 
 import ast
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from rltrain.import_config.translation import (
     truth,
 )
 
-# The text of a program that a source starts, and of its own modules: nothing of it is run.
+# The text of a program and of its modules. No code is run.
 
 
 def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
-    """(name, parsed text) of the program `module`, then of the modules of the same tree that it imports.
+    """Yields (name, parsed text) of the program `module`, followed by its imported modules in the same tree.
 
-    Its file is looked for from `near` and its parents. Nothing where there is none.
+    The file is searched from `near` and its parents. Yields nothing if there is none.
     """
     file = _file_of(module, near) if module else None
     if file is None:
@@ -50,13 +50,13 @@ def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
 
 
 def texts(*nodes: ast.AST | None) -> list[str] | None:
-    """What stands there, where all are texts."""
+    """Returns the texts of constant nodes, or None if one is not a text."""
     found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return found if len(found) == len(nodes) else None
 
 
 def last_name(node: ast.AST) -> str:
-    """Of a dotted name its last part."""
+    """Returns the last part of a dotted name."""
     return ast.unparse(node).rsplit(".", 1)[-1]
 
 
@@ -70,7 +70,7 @@ def _file_of(module: str, near: Path) -> Path | None:
 
 
 def _parsed(file: Path) -> ast.AST:
-    """Empty where it is no Python that can be read."""
+    """Returns the parsed file. Empty if it is not readable Python."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -86,14 +86,12 @@ def _imports(program: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Environments that a program registers with SkyRL-Gym, found in its text.
+# Environments registered with SkyRL-Gym.
 
 
 def entry_point_of(environment: str, module: str, near: Path) -> str | None:
-    """ "module:class" that the program `module`, or a module of the same tree that it imports, registers under this id.
-
-    None where there is none, or it registers no such id.
-    """
+    """Returns the "module:class" registered under the id `environment` by the program `module` or its imported modules.
+    None if there is none."""
     for _, program in texts_of(module, near):
         for identifier, entry_point in _registered_environments(program):
             if identifier == environment:
@@ -102,7 +100,7 @@ def entry_point_of(environment: str, module: str, near: Path) -> str | None:
 
 
 def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
-    """(id, entry point) of every call `register(id=..., entry_point=...)` whose arguments are texts."""
+    """Yields (id, entry point) of every call `register(id=..., entry_point=...)` with constant texts."""
     for node in ast.walk(program):
         if isinstance(node, ast.Call) and last_name(node.func) == "register":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -111,16 +109,16 @@ def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
                 yield found[0], found[1]
 
 
-# Losses and advantages that a program registers with SkyRL, found in its text.
+# Losses and advantage estimators registered with SkyRL.
 
 LOSSES = ("PolicyLossRegistry", "register_policy_loss")
 ADVANTAGES = ("AdvantageEstimatorRegistry", "register_advantage_estimator")
-"""The class whose method `register` does it, and the decorator."""
+"""The class with the method `register`, and the decorator with the same effect."""
 
 
 def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -> str | None:
-    """ "module:function" that the program `module`, or a module of the same tree that it imports, registers under this
-    name. None where there is none, or it registers no such name."""
+    """Returns the "module:function" registered under `name` by the program `module` or its imported modules. None if
+    there is none."""
     for found_in, program in texts_of(module, near):
         for registered, function in _registered(program, *registry):
             if registered == name:
@@ -129,7 +127,8 @@ def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -
 
 
 def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tuple[str, str]]:
-    """(name, function) of every `registry.register("name", function)`, and of functions under `@decorator("name")`."""
+    """Yields (name, function) of every `registry.register("name", function)`, and of functions with the decorator
+    `@decorator("name")`."""
     for node in ast.walk(program):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register":
             named = texts(*node.args[:1])
@@ -143,7 +142,7 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
                     yield from ((named, node.name) for named in texts(*call.args[:1]) or ())
 
 
-# Of SkyRL's keys what is learned: algorithm, loss, reward.
+# Algorithm, loss and reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
 GYM = {
@@ -166,7 +165,7 @@ POLICIES = {
     "importance_sampling": "clip",
 }
 UNCLIPPED = 1e9
-"""Of a ratio no more than this is left to cut."""
+"""A bound without effect on ratios."""
 MEANS = {
     "token_mean": "token_mean",
     "sequence_mean": "sequence_mean",
@@ -175,8 +174,8 @@ MEANS = {
 }
 DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
 DISTILLATION = "on_policy_distill"
-"""In the name of SkyRL's program whose rewards are the log-probs' distance from the reference's model, token by token,
-and whose advantage estimator `no_op` takes them as they are."""
+"""Part of the name of SkyRL's distillation program. Its rewards are the differences to the log-probs of the reference
+per token. The estimator `no_op` uses them as advantages."""
 
 
 def distills(keys: SourceKeys) -> bool:
@@ -214,7 +213,8 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
 
 
 ALONE = ("grpo", "maxrl")
-"""Which in SkyRL leave a sample that is alone its reward. Its rloo gives it 0, as here."""
+"""Algorithms of SkyRL that give a single sample of a prompt its reward as advantage. Its rloo gives 0, as rltrain
+does."""
 
 
 def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) -> None:
@@ -227,7 +227,7 @@ def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) 
 
 
 def _set_own_advantages(name: str, keys: SourceKeys, out: Translation) -> None:
-    """A name that the program registers."""
+    """Sets an advantage estimator registered by the program."""
     key = ALG + "advantage_estimator"
     function = function_of(name, ADVANTAGES, keys.text("-m", ""), keys.folder)
     if function is None:
@@ -304,7 +304,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
-    """What a policy loss has beside its name."""
+    """Sets further settings of a policy loss."""
     bound = keys.real(ALG + "clip_ratio_c", 3.0)
     if kind == "dual_clip" or (out.get("loss.policy") == "own" and ALG + "clip_ratio_c" in keys):
         out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
@@ -377,9 +377,9 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 
 UNBOUNDED = 1e9
-"""No ratio exceeds it: SkyRL cuts ratios at e^20."""
+"""No ratio exceeds it. SkyRL cuts ratios at e^20."""
 SEQUENCE_MASKS = {"geometric": ("geo", "geometric", 0.99, 1.01), "product": ("product", "sequence", 0.5, 2.0)}
-"""SkyRL's metric: its short name, the level here, and the default bounds."""
+"""SkyRL's metrics of masks: the short name, the level in rltrain, and the default bounds."""
 
 
 def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
@@ -422,24 +422,25 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")
 
 
-# Of SkyRL's keys those of adapters, of routers and of rounded experts.
+# Adapters, routers and rounded experts.
 
 REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
 INT4 = T + "policy.model.fake_int4_qat."
 SMALLEST = {7.0: -7.0, 7.5: -8.0}
-"""INT4's smallest integer by the divisor of scales."""
+"""Smallest integer of INT4 by the divisor of scales."""
 RETURNED = ENGINE + "enable_return_routed_experts"
 
 
 def slices_of(keys: SourceKeys) -> int:
-    """Ranks that share out a sequence."""
+    """Returns the number of ranks that share a sequence."""
     if keys.text(T + "strategy", "fsdp") == "megatron":
         return keys.count(T + "policy.megatron_config.context_parallel_size", 1)
     return keys.count(T + "policy.sequence_parallel_size", 1)
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None, section: str = "model.lora") -> None:
-    """`prefix` is that of the adapters' keys, and `kind` the key of Megatron's kinds of them; None: FSDP trains."""
+    """Sets the adapters. `prefix` is the prefix of their keys. `kind` is the key for Megatron's kind of adapters, or
+    None for FSDP."""
     names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
     names |= {"exclude": "exclude_modules", "init": "init_method"}
     given = {here: keys.get(prefix + name) for here, name in names.items()}
@@ -461,7 +462,8 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
-    """The weights that SkyRL's trainer rounds are those of a checkpoint beside the engines' in INT4."""
+    """Sets fake quantization. SkyRL's trainer rounds the weights of a second checkpoint. Its engines load one in
+    INT4."""
     given = keys.under(INT4)
     if not truth(given.get("enabled", False)):
         return

@@ -1,4 +1,4 @@
-"""slime's flags, Megatron's beside them, and what a script says besides."""
+"""Rules for slime: its flags, the flags of Megatron, and other parts of its scripts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
-# slime's flags that change nothing of what is computed, by pattern, with the reason.
+# Flags of slime without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
 of the model's shape, which config.json tells: use-rotary-position-embeddings no-position-embedding
@@ -78,7 +78,7 @@ DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    """Flags without their dashes. One without a value is True, one with several is a list."""
+    """Returns flags without their dashes. A flag without value is True, and one with several values is a list."""
     flags: dict[str, Any] = {}
     name = None
     values: list[str] = []
@@ -144,7 +144,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 
 def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
-    """The checkpoint's end-of-sequence tokens end one in any case."""
+    """Sets stop tokens. The checkpoint's end-of-sequence tokens always stop a response."""
     own = translation.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
     ended = {str(token) for token in (own if isinstance(own, list) else [own])}
     given = ids if isinstance(ids, list) else [ids]
@@ -156,7 +156,8 @@ def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """slime's rules: without --colocate the rollout's GPUs come after the actor's; with it both begin at 0."""
+    """Places the roles by slime's rules. Without --colocate the rollout's GPUs follow the actor's. With it both begin
+    at 0."""
     nodes, per_node = keys.count("actor-num-nodes", 1), keys.count("actor-num-gpus-per-node", 8)
     actor = nodes * per_node
     colocate = keys.truth("colocate", False)
@@ -218,7 +219,7 @@ def _model(keys: SourceKeys, out: Translation) -> None:
 
 
 def _replay(keys: SourceKeys, out: Translation) -> None:
-    """Routers visit what the engine chose, or what they chose in the pass of the old log-probs."""
+    """Sets the router replay from the engine's choices, or from those in the pass for the old log-probs."""
     recomputed = keys.truth("use-routing-replay", False)
     if keys.truth("use-rollout-routing-replay", False):
         out.set("model.router_replay", "rollout", "use-rollout-routing-replay")
@@ -227,7 +228,7 @@ def _replay(keys: SourceKeys, out: Translation) -> None:
 
 
 def _stages(keys: SourceKeys, out: Translation) -> None:
-    """Uneven first and last stages; the other layers are shared out evenly, as Megatron does."""
+    """Sets uneven first and last stages. Like Megatron, it divides the other layers evenly."""
     first, last = keys.get("decoder-first-pipeline-num-layers"), keys.get("decoder-last-pipeline-num-layers")
     stages, layers = out.get("actor.parallel.pp"), keys.get("num-layers")
     if (first is None and last is None) or stages == 1:
@@ -246,7 +247,7 @@ def _stages(keys: SourceKeys, out: Translation) -> None:
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
-    """--global-batch-size counts samples."""
+    """Sets the batch. --global-batch-size counts samples."""
     prompts, samples = keys.count("rollout-batch-size", 1), keys.count("n-samples-per-prompt", 1)
     out.set("batch.prompts_per_step", prompts, "rollout-batch-size")
     if not is_supervised(keys):
@@ -291,7 +292,8 @@ def _warmup(keys: SourceKeys, out: Translation) -> None:
     out.set("actor.optimizer.warmup_steps", round(real(fraction) * updates), "lr-warmup-fraction of all updates")
 
 
-# slime's weights for what the engine drew by other arithmetic: its own, and those of its example of MIS.
+# Importance weights for the difference between engine and trainer: slime's own, and those of its example of masked
+# importance sampling.
 
 FUNCTION, FILE = "custom-tis-function-path", "custom-config-path"
 ICEPOP = ".loss.icepop_function"
@@ -302,11 +304,11 @@ KNOWN = {
 }
 LEVELS = ("token", "sequence", "geometric")
 UNBOUNDED = 1e9
-"""No ratio is above; the example cuts them at exp(20)."""
+"""No ratio is larger. The example cuts ratios at exp(20)."""
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
-    """After the KL and the entropy, whose terms leave out what the example rejects."""
+    """Sets the correction. KL and entropy must be set before, as the example excludes rejected tokens from them."""
     function = keys.text(FUNCTION, "")
     if function.endswith(MIS):
         _set_by_example(_options(keys), keys, out)
@@ -323,7 +325,7 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 
 def _options(keys: SourceKeys) -> Mapping[str, Any]:
-    """What the file of the example says; it is found from the script's folder and its parents."""
+    """Returns the options in the file of the example. It is searched in the script's folder and its parents."""
     named = keys.get(FILE)
     near = keys.folder.resolve()
     found = [folder / str(named) for folder in (near, *near.parents) if (folder / str(named)).is_file()]
@@ -368,7 +370,7 @@ def _normalize(level: str, mode: str, out: Translation) -> None:
 
 
 def _set_masks(options: Mapping[str, Any], low: float, high: float, out: Translation) -> None:
-    """What is rejected has no gradient there, and stays in the divisors."""
+    """Sets masks. Rejected tokens have no gradient there, and still count in the divisors."""
     level = str(options.get("rs_level"))
     if level not in LEVELS:
         raise UntranslatableError(f"--{FILE}: rs_level {level} is none of the example's")
@@ -387,15 +389,15 @@ def _bound(options: Mapping[str, Any], name: str, otherwise: float) -> float:
     return otherwise if options.get(name) in NOTHING else real(options[name])
 
 
-# What a script of slime's says beside its training's flags: a server that it starts, variables of training.
+# Other parts of a slime script: a server, and variables of the training.
 
 SERVER = "sglang.launch_server"
 MODEL, CUT = "served-model", "served-tp"
-"""The keys under which a server's model stands among the flags, and the ranks that it is cut over."""
+"""Keys among the flags for the model of a server and its tensor-parallel size."""
 ROUNDS, GROUP = "variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "variable OPEN_TRAINING_INT4_GROUP_SIZE"
-"""The keys under which variables stand among the flags that have training round weights: no flag of slime's does."""
+"""Keys among the flags for variables that enable rounded weights in training. No flag of slime enables them."""
 GROUP_SIZE = 128
-"""Where no variable says another."""
+"""Default group size without a variable."""
 VARIABLE = re.compile(r'"?(OPEN_TRAINING_INT4_\w+)"?\s*[:=]\s*"?(\d+)\b')
 
 
@@ -419,7 +421,7 @@ def _variables(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
-    """Experts that are trained to be served in INT4, which slime rounds for training as it does for its engines."""
+    """Sets fake quantization of experts for INT4. slime rounds in training as in its engines."""
     if not keys.get(ROUNDS):
         return
     name = ROUNDS.removeprefix("variable ")
@@ -427,13 +429,14 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     out.notes.append(WEIGHTS)
 
 
-# slime's on-policy distillation: a teacher that Megatron evaluates, or that a server of the same script serves.
+# On-policy distillation with a teacher in Megatron or on a server of the same script.
 
 REWARD = "slime.rollout.on_policy_distillation.reward_func"
 
 
 def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
-    """`actor` are the actor's ranks. A teacher that is served has ranks of its own here, behind all others."""
+    """Sets the teacher. `actor` is the range of the actor's ranks. A teacher on a server gets new ranks after all
+    others."""
     model, tp = keys.get(MODEL), keys.get(CUT, 1)
     if not keys.get("use-opd"):
         return
@@ -453,7 +456,7 @@ def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
     out.place(["teacher"], actor, "use-opd")
 
 
-# Of slime's flags what is learned, and how samples are drawn.
+# Learning and sampling.
 
 PROGRAMS = ("train.py", "train_async.py")
 MATH = ("math", "dapo", "deepscaler")
@@ -568,7 +571,7 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
 
 
 PROGRAM = "program"
-"""The key under which the program's name stands among the flags."""
+"""The key among the flags for the name of the program."""
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:

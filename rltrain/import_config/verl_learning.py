@@ -1,4 +1,4 @@
-"""verl's keys of learning, models, rewards, correction and teachers."""
+"""Rules for verl's keys of learning, models, rewards, correction and teachers."""
 
 import math
 from typing import Any
@@ -32,11 +32,11 @@ from rltrain.import_config.translation import (
     truth,
 )
 
-# verl's rollout correction: weights and masks for what the engine drew by other weights or other arithmetic.
+# Rollout correction: weights and masks for tokens from other weights or other arithmetic.
 
 PREFIX = "algorithm.rollout_correction."
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "every_token"}
-"""Of masks by ratios: verl's k1, and what bounds every token's own ratio."""
+"""Levels of masks by ratio: verl's k1, and bounds on every token's own ratio."""
 PER_TOKEN = ("token", "seq_max")
 HALVINGS = 60
 
@@ -58,7 +58,7 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
-    """`by_ratio`: the policy's own ratio compares with the engine, and no weights are applied."""
+    """Sets the weights. With `by_ratio` the policy's own ratio compares with the engine, and no weights are applied."""
     level, threshold = keys.get(PREFIX + "rollout_is"), keys.get(PREFIX + "rollout_is_threshold", 2.0)
     normalised = keys.truth(PREFIX + "rollout_is_batch_normalize", False)
     if level in NOTHING:
@@ -101,7 +101,8 @@ def _set_masks(named: str, thresholds: Any, out: Translation) -> None:
 
 
 def _bounds(kind: str, threshold: str) -> dict[str, float]:
-    """Of the ratio actor / engine: verl's r, of which k1 is -log r. With k1 its thresholds are of the inverse."""
+    """Returns bounds of the ratio actor / engine. It is verl's r, and k1 is -log r. With k1 its thresholds are of the
+    inverse."""
     if kind == "k1":
         first, _, last = threshold.rpartition("_")
         highest = real(last)
@@ -114,7 +115,8 @@ def _bounds(kind: str, threshold: str) -> dict[str, float]:
 
 
 def _root(most: float, sign: float) -> float:
-    """log r of this sign with r - 1 - log r = `most`, by halving: the estimate grows with the distance from 0."""
+    """Returns log r of the given sign with r - 1 - log r = `most`, by bisection. The estimate grows with the distance
+    from 0."""
     near, far = 0.0, sign * (most + 2 + math.sqrt(2 * most))
     for _ in range(HALVINGS):
         middle = (near + far) / 2
@@ -122,7 +124,7 @@ def _root(most: float, sign: float) -> float:
     return near
 
 
-# Of verl's keys those of adapters and of routers.
+# Adapters and routers.
 
 REPLAYS = {"R2": "recompute", "R3": "rollout"}
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
@@ -135,7 +137,7 @@ def is_megatron(keys: SourceKeys) -> bool:
 
 
 def slices_of(keys: SourceKeys) -> int:
-    """Ranks that share out a sequence."""
+    """Returns the number of ranks that share a sequence."""
     actor = "actor_rollout_ref.actor."
     if is_megatron(keys):
         return keys.count(actor + "megatron.context_parallel_size", 1)
@@ -144,7 +146,8 @@ def slices_of(keys: SourceKeys) -> int:
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, section: str = "model.lora") -> None:
-    """FSDP has `lora_rank` and the like, Megatron a section `lora`, whose alpha is 32 by default instead of 16."""
+    """Sets the adapters. FSDP has keys such as `lora_rank`. Megatron has a section `lora` with a default alpha of 32
+    instead of 16."""
     names = {"rank": "rank", "alpha": "alpha"}
     given = {here: keys.first(f"{prefix}lora_{name}", f"{prefix}lora.{name}")[1] for here, name in names.items()}
     given["targets"] = keys.first(prefix + "target_modules", prefix + "lora.target_modules")[1]
@@ -157,7 +160,8 @@ def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, se
 
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:
-    """R2: training visits the experts of the pass of the old log-probs. R3: those that the engine chose."""
+    """Sets the router replay. R2 repeats the experts of the pass for the old log-probs. R3 repeats those of the
+    engine."""
     mode = keys.text(REPLAY, "disabled")
     returned = keys.truth(RETURNED, False)
     if mode != "disabled":
@@ -167,13 +171,14 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_kind_of_optimizer(keys: SourceKeys, out: Translation, prefix: str) -> None:
-    """`optimizer` is a class of torch's, or Megatron's name; what Megatron alone has stands in a section of its own."""
+    """Sets the optimizer. `optimizer` is a class of torch or a name of Megatron. Options of Megatron alone have a
+    separate section."""
     own = prefix + "override_optimizer_config."
     given = {"optimizer": keys.get(prefix + "optimizer", "adam"), **megatron_options(keys, own)}
     set_megatron_optimizer(given, out, own)
 
 
-# Of verl's keys what is learned: algorithm, loss, optimizer.
+# Algorithm, loss and optimizer.
 
 A, R = ACTOR, ROLLOUT
 POLICIES = {
@@ -195,7 +200,7 @@ DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 def set_micro(
     keys: SourceKeys, out: Translation, role: str, tokens: str, sequences: str, dynamic: bool, longest: int
 ) -> None:
-    """Micro-batches: by tokens, else by samples, of which each may be the longest."""
+    """Sets the micro-batches by tokens, or else by samples of the longest length."""
     most, per_gpu = keys.get(tokens), keys.get(sequences)
     if dynamic:
         of_critic = 32768 if role == "critic" else 16384
@@ -209,7 +214,7 @@ def named_estimator(keys: SourceKeys) -> str:
 
 
 ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
+"""Algorithms of verl that give a single sample of a prompt its reward as advantage."""
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
@@ -311,7 +316,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:
-    """verl's learning rate follows training steps, of which each has several updates here."""
+    """Sets the optimizer. verl's learning rate follows training steps. A step has several updates here."""
     here = f"{role}.optimizer."
     decay = str(keys.first(prefix + "lr_scheduler_type", prefix + "lr_decay_style", default="constant")[1])
     rules = (
@@ -357,7 +362,7 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
         out.differs("critic.ppo_mini_batch_size", own, "actor and critic have the same mini-batches here")
 
 
-# verl's rewards: functions, a model that classifies, and what is taken off long responses.
+# Rewards: functions, a classifier, and penalties for long responses.
 
 MODEL = "reward.reward_model."
 MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
@@ -386,7 +391,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None:
-    """Of one function several numbers, each a reward that is compared by itself."""
+    """Sets several numbers of one function as separate rewards."""
     named = keys.get("algorithm.gdpo_reward_keys")
     if function is None or not isinstance(named, list) or len(named) < 2:
         raise UntranslatableError("gdpo has a function of its own, and two or more algorithm.gdpo_reward_keys")
@@ -401,7 +406,7 @@ def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None
 
 
 def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None:
-    """A classifier's score is the whole reward; it stands on all GPUs, or behind them on its own."""
+    """Sets a classifier as the whole reward. It is placed on all GPUs, or on separate GPUs after them."""
     if function is not None:
         raise UntranslatableError("a function of one's own beside a reward model asks the model itself")
     path = keys.first(MODEL + "model_path", "reward_model.model.path")[1]
@@ -429,7 +434,7 @@ def _set_penalty(keys: SourceKeys, out: Translation) -> None:
         set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, "overlong_buffer_cfg")
 
 
-# verl's on-policy distillation: a teacher that says how likely it finds what the actor drew.
+# On-policy distillation from a teacher.
 
 TEACHER_PREFIX = "distillation."
 LOSS = TEACHER_PREFIX + "distillation_loss."
@@ -437,12 +442,12 @@ TEACHERS = TEACHER_PREFIX + "teacher_models."
 MAX_LOSS = 10.0
 FORWARD = "forward_kl_topk"
 DRAWN = ("kl", "k1")
-"""Distances that are, as an advantage, log p - log q of the drawn token."""
+"""Distances that are, as an advantage, log p - log q of the sampled token."""
 SPEED = "of the server that the teacher is there, and a model that is evaluated here"
 
 
 def set_teacher(keys: SourceKeys, out: Translation) -> None:
-    """Behind everything else, since it takes the ranks behind the others'."""
+    """Sets the teacher. It must be called last, as the teacher's ranks follow all others."""
     if not keys.truth(TEACHER_PREFIX + "enabled", False):
         keys.under(TEACHER_PREFIX)
         return
@@ -482,7 +487,7 @@ def _set_distance(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_forward(keys: SourceKeys, out: Translation) -> None:
-    """A term of the loss over the teacher's likeliest tokens, in the place of the policy loss with all its terms."""
+    """Sets a loss over the teacher's likeliest tokens. It replaces the policy loss with all its terms."""
     out.set("teacher.where", "loss", LOSS + "use_policy_gradient: off")
     out.set("teacher.kl", "forward", LOSS + "loss_mode")
     out.set("teacher.rest", False, LOSS + "loss_mode: the sum over topk tokens alone")
