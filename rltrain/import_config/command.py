@@ -50,8 +50,8 @@ def written(out: Translation, source: str) -> str:
     ]
     for name in sorted(sections, key=lambda key: ORDER.get(key, len(ORDER))):
         lines += _lines(name, sections[name], 0)
-    lines += _listed("Not translated, and without influence on what is computed:", out.leftovers)
-    lines += _listed("NOT TRANSLATED, ALTHOUGH IT CHANGES WHAT IS COMPUTED:", out.differences)
+    lines += _listed("Not translated, without influence on results:", out.leftovers)
+    lines += _listed("NOT TRANSLATED, BUT CHANGES RESULTS:", out.differences)
     return "\n".join(lines) + "\n"
 
 
@@ -116,11 +116,11 @@ def fit_memory(out: Translation, name: str | None) -> None:
     if Path(str(path), "config.json").is_file():
         _fit(out, name or USUAL)
     elif name is None:
-        out.notes.append(f"memory is as the source has it, since {path} has no config.json at hand (--gpu)")
+        out.notes.append(f"memory settings are those of the source, as there is no {path}/config.json (--gpu)")
     else:
         raise ConfigError(
-            f"--gpu: {path} has no config.json at hand, which tells the model's shape; expected a checkpoint's folder, "
-            "as by --set model.path=FOLDER"
+            f"--gpu: there is no {path}/config.json with the model's shape; expected the folder of a checkpoint, for "
+            "example by --set model.path=FOLDER"
         )
 
 
@@ -140,7 +140,7 @@ def _fit(out: Translation, name: str) -> None:
         held, chosen = enough[0] if enough else min(helping, key=lambda one: one[0])
         for path, value in chosen.items():
             given = out.settings[path].origin if path in out.settings else None
-            out.set(path, value, f"--gpu {name}: of memory alone" + (f", in the place of {given}" if given else ""))
+            out.set(path, value, f"--gpu {name}: memory only" + (f", instead of {given}" if given else ""))
 
 
 def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
@@ -261,7 +261,7 @@ def imported(
         check_config(Config.model_validate(out.data))
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
+        raise ConfigError(f"the result is not a valid config:\n{problems}\nCorrect it with --set KEY=VALUE") from None
     fit_memory(out, gpu)
     return out
 
@@ -280,7 +280,7 @@ def _named_file(source: Sequence[str]) -> str | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the description and the arguments of the command to the parser."""
-    parser.description = "Print a config of rltrain that does what one of another trainer, or its launch script, does."
+    parser.description = "Converts a config or launch script of another trainer to a config of rltrain."
     parser.allow_abbrev = False
     _add_options(parser)
     parser.add_argument(
@@ -310,16 +310,16 @@ def _read_source(arguments: argparse.Namespace) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
-    parser.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
-    parser.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
+    parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="the trainer (default: by the source)")
+    parser.add_argument("--rows", type=int, help="rows of the training files, to compute steps from epochs")
+    parser.add_argument("--steps", type=int, help="steps of the run, instead of those of the source")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of rltrain to set")
     parser.add_argument(
-        "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
+        "--allow-differences", action="store_true", help="import even if keys without counterpart change results"
     )
     parser.add_argument(
         "--gpu",
-        help=f"that settings of memory alone are chosen for, where it would not fit: a100, h100, ..., a YAML file, or "
-        f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
+        help=f"GPU to fit memory settings to: a100, h100, ..., a YAML file, or {KEEP} (default {USUAL}, if the model's "
+        "config.json exists)",
     )
     parser.add_argument("--output", type=Path, help="write to this file")

@@ -10,16 +10,16 @@ from rltrain.models.registry import BIASED_ROUTERS, SERVED_BY_SGLANG, UNTOLD_FAM
 
 # Layers for multi-token prediction. They are trained as in the source, or left alone.
 
-DRAFTING = "of layers that draft alone"
-APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
+DRAFTING = "layers for speculative decoding only"
+APART = "SkyRL trains them without effect on other layers, and here they stay unchanged (docs/families.md)"
 WEIGHED = (
-    "model.mtp: here each sample's tokens have equal parts of what the sample counts for in the main loss; the source "
-    "takes the mean of every micro-batch's tokens"
+    "model.mtp: the tokens of a sample share the sample's weight in the main loss equally here. The source takes the "
+    "mean over the tokens of a micro-batch"
 )
-SAVED = "model.mtp: engines here draft with no such layer; what it learns is in what is saved and exported"
+SAVED = "model.mtp: engines here do not use the layer for drafting. The trained layer is in checkpoints and exports"
 SHIFTED = (
-    "model.mtp: here the loss is of the tokens of responses; slime's mask of it stands one token earlier, so that it "
-    "has the last token of a prompt, and not that of a response"
+    "model.mtp: the loss covers the tokens of responses here. slime's mask is one token earlier: it includes the last "
+    "token of the prompt, and not that of the response"
 )
 Trained = Literal["layer", "head", "model"]
 
@@ -32,7 +32,7 @@ def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
         out.notes.append(SHIFTED)
         layers = keys.get("mtp-num-layers", 1)
         if str(layers) != "1":
-            out.differs("mtp-num-layers", layers, "here one such layer is trained, and no more")
+            out.differs("mtp-num-layers", layers, "only one such layer is trained here")
 
 
 def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
@@ -58,7 +58,7 @@ def leave_skyrls_prediction_layers(keys: SourceKeys, out: Translation, key: str,
     Keys with `prefix` are its settings.
     """
     if keys.truth(key, False):
-        out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
+        out.notes.append(f"{key}: prediction layers are for speculative decoding only; {APART}")
         for name, value in keys.under(prefix).items():
             out.leave(prefix + name, value, DRAFTING)
 
@@ -86,23 +86,23 @@ def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, An
     own = family is not None and family not in SERVED_BY_SGLANG
     ep = ep if isinstance(ep, int) else 1
     if named in SERVED_APART and ep == 1 and not latent and not own:
-        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
+        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang instead")
         arguments = {name: value for name, value in arguments.items() if name != FROM_REPLAY}
         if arguments:
             out.set("rollout.sglang.args", arguments, origin)
         return
     reasons = {
-        "it deals out whole experts": ep > 1,
-        "it serves latent attention": latent,
-        f"it serves {family}": own,
-        "it is always there": True,
+        "it supports expert parallelism": ep > 1,
+        "it supports latent attention": latent,
+        f"it supports {family}": own,
+        "it is always available": True,
     }
     why = next(reason for reason, holds in reasons.items() if holds)
-    out.set("rollout.engine", "embedded", f"{named}: rltrain's own in its place, as {why}")
+    out.set("rollout.engine", "embedded", f"{named}: rltrain's engine instead, as {why}")
     if ep > 1:
         tp = out.get("rollout.parallel.tp")
         if tp % ep:
-            out.leave("expert parallel size", ep, f"no divisor of the engine's {tp} ranks; experts are cut over all")
+            out.leave("expert parallel size", ep, f"not a divisor of the engine's {tp} ranks; experts are split")
         else:
             out.set("rollout.parallel.ep", ep, "expert parallel size")
     for name, value in arguments.items():
@@ -120,7 +120,7 @@ MEGATRON_TARGETS = {
 ALL = ("all-linear", "all")
 KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHARED = (
-    "Megatron-Bridge's adapters of q, k, v, and of gate and up, share one A; here each has its own, as in PEFT's files"
+    "Megatron-Bridge shares one A among the adapters of q, k, v, and of gate, up. Here each has its own, as with PEFT"
 )
 
 
@@ -142,11 +142,11 @@ def set_adapters(
     if dropout not in NOTHING and real(dropout):
         out.set(f"{section}.dropout", real(dropout), prefix + "dropout")
     if given.get("init") not in (*NOTHING, "kaiming"):
-        out.differs(prefix + "init_method", given["init"], "A is drawn uniformly here, as kaiming and PEFT draw it")
+        out.differs(prefix + "init_method", given["init"], "A is initialised uniformly here, as by kaiming and PEFT")
     if given.get("type") not in (*NOTHING, "lora", "canonical_lora"):
-        out.differs(prefix + "type", given["type"], "adapters here are of the kind lora")
+        out.differs(prefix + "type", given["type"], "adapters here are of type lora")
     if given.get("path") not in NOTHING:
-        out.set(f"{section}.path", str(given["path"]), prefix + "path: PEFT's files")
+        out.set(f"{section}.path", str(given["path"]), prefix + "path: files of PEFT")
     if megatron and given.get("type") != "canonical_lora":
         out.notes.append(SHARED)
 
@@ -155,13 +155,13 @@ def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, sectio
     targets = given.get("targets")
     excluded = given.get("exclude")
     if excluded not in (*NOTHING, []) and "visual" not in str(excluded):
-        out.differs(prefix + "exclude_modules", excluded, f"write the others as {section}.targets")
+        out.differs(prefix + "exclude_modules", excluded, f"list the remaining ones as {section}.targets")
     if targets in NOTHING or targets in ALL or targets in ([], *([one] for one in ALL)):
         return
     names = [targets] if isinstance(targets, str) else [*targets]
     found = [one for name in names for one in MEGATRON_TARGETS.get(str(name), (str(name),))]
     if set(found) - set(KNOWN):
-        out.differs(prefix + "target_modules", targets, f"matrices with adapters are some of {', '.join(KNOWN)}")
+        out.differs(prefix + "target_modules", targets, f"adapters are possible for {', '.join(KNOWN)}")
     elif set(found) != set(KNOWN):
         out.set(f"{section}.targets", found, prefix + "target_modules")
 
@@ -169,9 +169,9 @@ def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, sectio
 # Training for INT4 by fake quantization.
 
 WEIGHTS = (
-    "model.fake_quantization: trainer and engines start from weights in bfloat16, so model.path has to be such a "
-    "checkpoint, and not the one in INT4 that the source gives its engines; engines hold the rounded weights in "
-    "model.dtype, which draws as INT4 does and saves no memory"
+    "model.fake_quantization: trainer and engines start from bfloat16 weights, so model.path must be such a checkpoint "
+    "and not the INT4 one of the source's engines. Engines hold the rounded weights in model.dtype. They generate as "
+    "with INT4, but save no memory"
 )
 
 
@@ -192,11 +192,11 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
     these.
     """
     own = {name: keys.get(section + name) for name in ("fsdp_size", "reshard_after_forward")}
-    out.set("actor.parallel.cp", slices, "sequences are shared out by heads")
+    out.set("actor.parallel.cp", slices, "sequences are split by heads")
     reason = _refused(out, name, slices)
     if reason:
         cut_fully_sharded(out, key, name)
-        out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not take {reason}")
+        out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not support {reason}")
         return
     out.set("actor.backend", "fsdp", f"{key} {name}")
     size, ranks = own["fsdp_size"], out.num_ranks("actor")
@@ -206,9 +206,9 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
         out.set("actor.fsdp.reshard_after_forward", False, section + "reshard_after_forward")
     chunk = out.settings.pop("model.logits_chunk_tokens", None)
     if chunk is not None:
-        out.leave(chunk.origin, chunk.value, "transformers makes a micro-batch's logits at once: of memory alone")
+        out.leave(chunk.origin, chunk.value, "transformers computes the logits of a micro-batch at once: memory only")
         if out.get("actor.micro_batch_tokens") > WITH_LOGITS:
-            origin = f"in the place of {chunk.origin}: a micro-batch's logits exist at once"
+            origin = f"instead of {chunk.origin}: all logits of a micro-batch exist at once"
             out.set("actor.micro_batch_tokens", WITH_LOGITS, origin)
 
 
@@ -222,15 +222,15 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
         return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
     model = translation.language_model(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
-        return "experts that are chosen by a bias"
+        return "experts selected by a bias"
     if model.get("model_type") in UNTOLD_FAMILIES:
-        return "a family whose attention in transformers is not told which tokens are of one sample"
+        return "this model family: its attention in transformers does not separate packed samples"
     if slices > 1 and translation.has_delta_nets(out.get("model.path")):
-        return "slices of sequences with gated delta nets"
+        return "split sequences with gated delta nets"
     asked = {
         "adapters": "model.lora.rank" in out.settings,
-        "slices of sequences": slices > 1,
-        "replayed routers": out.get("model.router_replay") not in ("off", None),
+        "split sequences": slices > 1,
+        "router replay": out.get("model.router_replay") not in ("off", None),
     }
     found = [what for what, given in asked.items() if given]
     if found and any(model.get(experts) for experts in EXPERTS):
@@ -298,7 +298,7 @@ def set_megatron_optimizer(given: Mapping[str, Any], out: Translation, prefix: s
     if all(one in BFLOAT16 for one in moments):
         out.set(here + "moments_dtype", "bfloat16", prefix + "exp_avg_dtype, exp_avg_sq_dtype")
     elif any(one not in ("fp32", "float32", "torch.float32") for one in moments):
-        out.differs(prefix + "exp_avg_dtype", ", ".join(moments), "both moments have one type here, fp32 or bf16")
+        out.differs(prefix + "exp_avg_dtype", ", ".join(moments), "both moments have the same type here, fp32 or bf16")
     name = str(given.get("optimizer", "adam")).lower()
     if name in ("muon", "dist_muon"):
         _set_muon(given, out, prefix, momentum)
@@ -315,5 +315,5 @@ def _set_muon(given: Mapping[str, Any], out: Translation, prefix: str, momentum:
     out.set(here + "muon.newton_schulz_steps", count(given.get("muon_num_ns_steps", 5)), prefix + "muon_num_ns_steps")
     factor, mode = real(given.get("muon_extra_scale_factor", 1.0)), str(given.get("muon_scale_mode", "spectral"))
     if factor != SCALE or mode != "spectral":
-        reason = f"updates are {SCALE} sqrt(max(rows, columns)) here: spectral with a factor of {SCALE}"
+        reason = f"updates have size {SCALE} sqrt(max(rows, columns)) here: spectral with factor {SCALE}"
         out.differs(prefix + "muon_scale_mode, muon_extra_scale_factor", f"{mode}, {factor}", reason)

@@ -219,7 +219,7 @@ does."""
 
 def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) -> None:
     if keys.truth(ALG + "use_kl_in_reward", False):
-        out.differs(ALG + "use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+        out.differs(ALG + "use_kl_in_reward", True, "a single sample per prompt has its KL per token here")
     take_rewards(out, f"{ALG}advantage_estimator {name}", G + "n_samples_per_prompt", whitens=whitens)
     for key in ("gamma", "lambd"):
         keys.get(ALG + key)
@@ -231,15 +231,15 @@ def _set_own_advantages(name: str, keys: SourceKeys, out: Translation) -> None:
     key = ALG + "advantage_estimator"
     function = function_of(name, ADVANTAGES, keys.text("-m", ""), keys.folder)
     if function is None:
-        out.differs(key, name, "no algorithm here estimates advantages so")
+        out.differs(key, name, "no algorithm here has this estimator")
         return
     out.set("algorithm", "own", key)
-    out.set("advantages.function", function, f"{key}: the program registers it")
+    out.set("advantages.function", function, f"{key}: registered by the program")
     gamma, gae_lambda = keys.real(ALG + "gamma", 1.0), keys.real(ALG + "lambd", 1.0)
     out.set("advantages.gamma", gamma, ALG + "gamma")
-    out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+    out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, default 1")
     if keys.truth(ALG + "advantage_batch_normalize", False):
-        out.differs(ALG + "advantage_batch_normalize", True, "advantages of one's own are taken as they are here")
+        out.differs(ALG + "advantage_batch_normalize", True, "your own advantages are used unchanged here")
     _set_selection(keys, out)
 
 
@@ -248,7 +248,7 @@ def _set_returns(keys: SourceKeys, out: Translation, algorithm: str) -> None:
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, ALG + "gamma")
     if algorithm == "ppo":
-        out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+        out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, default 1")
         rules = (
             Pair(ALG + "value_clip", "critic.value_clip", 0.2),
             Pair(T + "critic.model.path", "critic.path"),
@@ -268,10 +268,10 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
         if most > 0:
             out.set("batch.dynamic_sampling.max_drawn", float(most), ALG + "dynamic_sampling.max_sample_batches")
     elif selected not in NOTHING:
-        out.differs(ALG + "dynamic_sampling.type", selected, "groups are drawn anew here, and none is repeated: filter")
+        out.differs(ALG + "dynamic_sampling.type", selected, "only filter is supported, with new groups as replacement")
     filters = keys.truth(ALG + "zero_variance_filter", False)
     if filters and out.get("algorithm") == "own":
-        out.differs(ALG + "zero_variance_filter", True, "advantages of one's own may be others than 0 where it filters")
+        out.differs(ALG + "zero_variance_filter", True, "your own advantages may differ from 0 for filtered groups")
     elif filters:
         out.leave(ALG + "zero_variance_filter", True, "groups with equal rewards have advantage 0")
 
@@ -281,10 +281,10 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     own = None if kind in POLICIES else function_of(kind, LOSSES, keys.text("-m", ""), keys.folder)
     if own is not None:
         out.set("loss.policy", "own", ALG + "policy_loss_type")
-        out.set("loss.function", own, f"{ALG}policy_loss_type: the program registers it")
+        out.set("loss.function", own, f"{ALG}policy_loss_type: registered by the program")
         out.notes.append(
-            f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there; these are cut by tokens "
-            "here (docs/policy_losses.md)"
+            f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there. Micro-batches are limited "
+            "by tokens here (docs/policy_losses.md)"
         )
     else:
         set_named(out, "loss.policy", POLICIES, ALG + "policy_loss_type", kind, "policy losses")
@@ -292,14 +292,14 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     mean = keys.text(ALG + "loss_reduction", "token_mean")
     set_named(out, "loss.normalization", MEANS, ALG + "loss_reduction", mean, "means")
     if mean == "token_mean_legacy":
-        out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
+        out.leave(ALG + "loss_reduction", mean, "token_mean: it does not depend on micro-batches here")
     if keys.truth(ALG + "use_entropy_loss", False):
         out.set("loss.entropy_coef", keys.real(ALG + "entropy_loss_coef", 0.01), ALG + "entropy_loss_coef")
     if not distills(keys):
         _set_kl(keys, out)
     elif keys.truth(ALG + "use_kl_loss", True):
         out.differs(
-            ALG + "use_kl_loss", True, "the teacher is no reference here: a penalty would be of the distance twice"
+            ALG + "use_kl_loss", True, "the teacher is not a reference here: the distance would count twice"
         )
 
 
@@ -315,8 +315,8 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
         out.set("loss.old_logprobs", "rollout", ALG + "cispo.cispo_anchor")
     if kind == "rollout_is":
         ends = [keys.real(ALG + name, 0.2) for name in ("eps_clip_low", "eps_clip_high")]
-        out.set("loss.old_logprobs", "rollout", "rollout_is weighs by the ratio against the engine")
-        out.set("loss.correction.method", "icepop", "rollout_is: 0 outside the bounds, as far as a token counts")
+        out.set("loss.old_logprobs", "rollout", "rollout_is uses the ratio to the engine")
+        out.set("loss.correction.method", "icepop", "rollout_is: weight 0 outside the bounds")
         out.set("loss.correction.low", max(1 - ends[0], 0.0), "1 - eps_clip_low")
         out.set("loss.correction.high", 1 + ends[1], "1 + eps_clip_high")
         for end in ("low", "high"):
@@ -339,12 +339,12 @@ def _set_kl(keys: SourceKeys, out: Translation) -> None:
     coef = keys.real(ALG + "kl_loss_coef", 0.001)
     kind_of_kl = keys.get(ALG + "kl_estimator_type", "k3")
     if in_loss and in_reward and coef:
-        out.differs(ALG + "use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
+        out.differs(ALG + "use_kl_in_reward", True, "the penalty is already in the loss; one place is possible")
     if (in_loss or in_reward) and coef:
-        out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", by default"))
+        out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", default"))
         out.set("loss.kl.estimator", estimator(kind_of_kl), ALG + "kl_estimator_type")
         if in_loss:
-            out.set("loss.kl.unbiased", False, "SkyRL does not weigh it by the ratio")
+            out.set("loss.kl.unbiased", False, "SkyRL does not multiply it by the ratio")
         else:
             out.set("loss.kl.where", "reward", ALG + "use_kl_in_reward")
 
@@ -359,19 +359,19 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         level, high = "token", keys.get(ALG + "tis_imp_ratio_cap", 2.0)
     by_engine = out.get("loss.old_logprobs") == "rollout"
     if level not in NOTHING and by_engine:
-        out.differs(prefix + "tis_ratio_type", level, "the policy loss weighs by the same ratio already")
+        out.differs(prefix + "tis_ratio_type", level, "the policy loss already uses the same ratio")
     elif level not in NOTHING:
         out.set("loss.correction.level", str(level), prefix + "tis_ratio_type")
         out.set("loss.correction.high", real(high), prefix + "*_tis_ratio_clip_high")
     masks = _masks(keys, prefix)
     if out.get("loss.policy") == "own" and (masks or level not in NOTHING):
-        out.differs(prefix + "*", "given", "a loss of one's own weighs its tokens itself")
+        out.differs(prefix + "*", "given", "your own loss weights its tokens itself")
     if masks:
         out.set(
             "loss.correction.masks", masks, prefix + "sequence_mask_metric, *_mask_*, outlier_token_*, token_mask_*"
         )
     if masks and by_engine and out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
-        reason = "by the weights of the step's start there, here by those that are trained: the same for one mini-batch"
+        reason = "it uses the weights at the step's start there, and the trained ones here; equal for one mini-batch"
         out.differs(prefix + "sequence_mask_metric", keys.get(prefix + "sequence_mask_metric"), reason)
     keys.under(prefix)
 
@@ -387,7 +387,7 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
     metric = keys.get(prefix + "sequence_mask_metric")
     if metric not in NOTHING:
         if metric not in SEQUENCE_MASKS:
-            raise UntranslatableError(f"metrics of masks are {', '.join(SEQUENCE_MASKS)}")
+            raise UntranslatableError(f"sequence_mask_metric must be one of {', '.join(SEQUENCE_MASKS)}")
         name, level, low, high = SEQUENCE_MASKS[metric]
         bounds = (keys.get(f"{prefix}{name}_mask_low", low), keys.get(f"{prefix}{name}_mask_high", high))
         masks.append({"level": level, "low": real(bounds[0]), "high": real(bounds[1])})
@@ -418,8 +418,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         if options:
             out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")
     else:
-        out.set("env.function", f"{env}.env:Env", "environment.env_class: name its module and class")
-        out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")
+        out.set("env.function", f"{env}.env:Env", "environment.env_class: give its module and class")
+        out.differs("environment.env_class", env, "set your own environment as env.function: module:class")
 
 
 # Adapters, routers and rounded experts.
@@ -458,7 +458,7 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
     if replays:
         out.set("model.router_replay", "rollout", REPLAY)
     elif returned:
-        out.leave(RETURNED, returned, "nothing replays what the engine chose")
+        out.leave(RETURNED, returned, "the engine's choices are not used")
 
 
 def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
@@ -472,11 +472,11 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     out.set("model.fake_quantization.scale_divisor", divisor, INT4 + "scale_divisor")
     smallest = real(given.get("q_min", -8))
     if smallest != SMALLEST.get(divisor):
-        out.differs(INT4 + "q_min", smallest, "with a scale_divisor of 7.5 it is -8 here, and with one of 7 it is -7")
+        out.differs(INT4 + "q_min", smallest, "it is -8 here for scale_divisor 7.5, and -7 for 7")
     if not truth(given.get("symmetric", True)):
-        out.differs(INT4 + "symmetric", False, "groups have a scale here and no zero point")
+        out.differs(INT4 + "symmetric", False, "groups have no zero point here")
     path = given.get("bf16_base_path")
     if path in NOTHING:
         out.notes.append(WEIGHTS)
     else:
-        out.set("model.path", str(path), INT4 + "bf16_base_path: what the trainer loads")
+        out.set("model.path", str(path), INT4 + "bf16_base_path: loaded by the trainer")

@@ -40,7 +40,7 @@ from rltrain.import_config.translation import top_k as top_k_of
 # Flags of slime without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
-of the model's shape, which config.json tells: use-rotary-position-embeddings no-position-embedding
+shape of the model, read from config.json: use-rotary-position-embeddings no-position-embedding
     no-masked-softmax-fusion enable-experimental post-self-attn-layernorm post-mlp-layernorm num-layers hidden-size
     ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels vocab-size
     make-vocab-size-divisible-by max-position-embeddings normalization norm-epsilon position-embedding-type rotary-*
@@ -51,26 +51,26 @@ of the model's shape, which config.json tells: use-rotary-position-embeddings no
     moe-router-num-groups moe-router-group-topk moe-router-enable-expert-bias moe-router-load-balancing-type
     moe-shared-expert-intermediate-size moe-shared-expert-gate moe-shared-expert-overlap spec attention-output-gate
     apply-layernorm-1p use-gated-attention
-of speed or memory alone: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
+speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend moe-grouped-gemm moe-permute-fusion
     moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type moe-enable-deepep no-gradient-accumulation-fusion
     update-weight-* data-pad-size-multiplier over-sampling-batch-size no-offload-* offload* use-distributed-optimizer
     recompute-method micro-batch-size ref-micro-batch-size bf16 transformer-impl distributed-* seq-length vocab-*
     num-gpus-per-node no-check-for-nan-in-loss-and-grad deterministic-mode prefill-num-servers cpu-offload*
-speculative decoding draws from the same distribution, faster: sglang-speculative-*
-of the engine's layout or speed alone: sglang-*
-of layers that draft alone: mtp-*
-of logs alone: wandb-* use-wandb disable-wandb* dump-details save-debug-*
-of checkpoint files: load ref-load save-hf* ckpt-* async-save
-a server that the script starts beside the training: served-*
-supervised steps have no engine to be ahead of: program
-no evaluation set is given: n-samples-per-eval-prompt eval-*
-all columns of a row are at hand for rewards and environments: metadata-key
-of slime's own functions: custom-config-path
-config.json tells the model's family: model-name
-nothing is drawn for supervised steps: debug-train-only
-supervised steps have no advantages: disable-compute-advantages-and-returns
-templates tell which tokens an assistant's turn has: loss-mask-type
+speculative decoding has the same distribution: sglang-speculative-*
+layout or speed of the engine only: sglang-*
+layers for speculative decoding only: mtp-*
+logs only: wandb-* use-wandb disable-wandb* dump-details save-debug-*
+checkpoint files only: load ref-load save-hf* ckpt-* async-save
+a server started by the script: served-*
+supervised training has no engine: program
+no evaluation set: n-samples-per-eval-prompt eval-*
+rewards and environments receive all columns: metadata-key
+settings of slime's own functions: custom-config-path
+model family, read from config.json: model-name
+supervised training generates nothing: debug-train-only
+supervised training has no advantages: disable-compute-advantages-and-returns
+the chat template marks the assistant's tokens: loss-mask-type
 """)
 
 
@@ -131,7 +131,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     most = count(context) if context else response + out.get("data.max_prompt_tokens")
     if most < response + out.get("data.max_prompt_tokens"):
         if longest is None and most > response:
-            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len less the longest response")
+            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
         else:
             most = response + out.get("data.max_prompt_tokens")
     out.set("rollout.max_context_tokens", most, "rollout-max-context-len" if context else "prompt and response")
@@ -149,7 +149,7 @@ def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
     ended = {str(token) for token in (own if isinstance(own, list) else [own])}
     given = ids if isinstance(ids, list) else [ids]
     if ended.issuperset(given):
-        out.leave("rollout-stop-token-ids", ids, "the checkpoint's own end-of-sequence tokens")
+        out.leave("rollout-stop-token-ids", ids, "already end-of-sequence tokens of the checkpoint")
     else:
         others = [count(token) for token in given if token not in ended]
         out.set("rollout.sampling.stop_token_ids", others, "rollout-stop-token-ids")
@@ -177,7 +177,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         raise UntranslatableError("--rollout-num-gpus is required when --colocate is not set")
     rollout = actor if given is None else count(given)
     if colocate and given is not None and rollout != actor:
-        out.notes.append("--colocate with --rollout-num-gpus: the engines begin at GPU 0 and go beyond the actor's")
+        out.notes.append("--colocate with --rollout-num-gpus: engines begin at GPU 0 and use more GPUs than the actor")
     per_engine = keys.count("rollout-num-gpus-per-engine", 1)
     if rollout % per_engine:
         raise UntranslatableError(
@@ -235,12 +235,12 @@ def _stages(keys: SourceKeys, out: Translation) -> None:
         return
     origin = "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"
     if layers is None:
-        out.leave(origin, (first, last), "stages are planned here, as --num-layers is not given")
+        out.leave(origin, (first, last), "stages are chosen automatically, as --num-layers is not given")
         return
     ends = [count(end) for end in (first, last) if end is not None]
     inner, rest = divmod(count(layers) - sum(ends), max(stages - len(ends), 1))
     if rest or inner < 0:
-        raise UntranslatableError(f"{origin}: the other layers do not divide over {stages - len(ends)} stages")
+        raise UntranslatableError(f"{origin}: the other layers do not divide evenly over {stages - len(ends)} stages")
     shares = [inner] * (stages - len(ends))
     shares = [*([ends[0]] if first is not None else []), *shares, *([ends[-1]] if last is not None else [])]
     out.set("actor.parallel.layers_per_stage", shares, origin)
@@ -265,7 +265,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
             )
         out.set("batch.mini_batches", max(whole, 1), "rollout-batch-size x n-samples-per-prompt / global-batch-size")
     if out.get("batch.mini_batches") > 1:
-        out.set("batch.mini_batches_by", "prompts", "slime trains on samples in the order in which they came")
+        out.set("batch.mini_batches_by", "prompts", "slime trains on samples in their order of arrival")
     tokens = keys.get("max-tokens-per-gpu")
     if keys.truth("use-dynamic-batch-size", False) and tokens is not None:
         out.set("actor.micro_batch_tokens", count(tokens), "max-tokens-per-gpu")
@@ -281,7 +281,7 @@ def _dropout(keys: SourceKeys, out: Translation) -> None:
     for name in ("attention-dropout", "hidden-dropout"):
         value = keys.real(name, 0.1)
         if value:
-            out.differs(name, value, "no dropout here; Megatron's default is 0.1, set it to 0")
+            out.differs(name, value, "there is no dropout here; set it to 0 (Megatron's default is 0.1)")
 
 
 def _warmup(keys: SourceKeys, out: Translation) -> None:
@@ -319,7 +319,7 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         if function.endswith(ICEPOP):
             out.set("loss.correction.method", "icepop", FUNCTION)
         elif function:
-            out.differs(FUNCTION, function, "weights here are those of loss.correction: docs/policy_losses.md")
+            out.differs(FUNCTION, function, "weights here come from loss.correction: docs/policy_losses.md")
     if "use-opsm" in keys:
         out.set("loss.correction.opsm_delta", keys.real("opsm-delta", 1e-4), "use-opsm, opsm-delta")
 
@@ -330,7 +330,7 @@ def _options(keys: SourceKeys) -> Mapping[str, Any]:
     near = keys.folder.resolve()
     found = [folder / str(named) for folder in (near, *near.parents) if (folder / str(named)).is_file()]
     if named is None or not found:
-        raise UntranslatableError(f"--{FILE}: {named} is not to be found, which says how {FUNCTION} weighs")
+        raise UntranslatableError(f"--{FILE}: {named} not found; it has the settings of {FUNCTION}")
     options = yaml.safe_load(found[0].read_text(encoding="utf-8")) or {}
     if not isinstance(options, dict):
         raise UntranslatableError(f"--{FILE}: expected keys with values in {Path(str(named)).name}")
@@ -344,7 +344,7 @@ def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translati
         return
     level, mode = str(options.get("tis_level")), str(options.get("tis_mode"))
     if level not in LEVELS or mode not in ("truncate", "clip", "mask"):
-        raise UntranslatableError(f"--{FILE}: tis_level {level}, tis_mode {mode} are none of the example's")
+        raise UntranslatableError(f"--{FILE}: tis_level {level}, tis_mode {mode} are not values of the example")
     high = real(options.get("tis_upper_bound"))
     low = _bound(options, "tis_lower_bound", 1 / high)
     out.set("loss.correction.high", high, "tis_upper_bound")
@@ -362,27 +362,27 @@ def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translati
 
 def _normalize(level: str, mode: str, out: Translation) -> None:
     if mode == "mask":
-        out.differs("tis_batch_normalize", True, "the mean there has weights that are left out, and here has not")
+        out.differs("tis_batch_normalize", True, "the mean includes excluded weights there, but not here")
     elif level == "geometric":
-        raise UntranslatableError("tis_batch_normalize is of tokens or sequences in the example")
+        raise UntranslatableError("tis_batch_normalize needs level token or sequence in the example")
     out.set("loss.correction.normalize", "mini_batch", "tis_batch_normalize")
-    out.notes.append("tis_batch_normalize: the mean is of a rank's micro-batch there, and of the mini-batch here")
+    out.notes.append("tis_batch_normalize: the mean is over a rank's micro-batch there, and over the mini-batch here")
 
 
 def _set_masks(options: Mapping[str, Any], low: float, high: float, out: Translation) -> None:
     """Sets masks. Rejected tokens have no gradient there, and still count in the divisors."""
     level = str(options.get("rs_level"))
     if level not in LEVELS:
-        raise UntranslatableError(f"--{FILE}: rs_level {level} is none of the example's")
+        raise UntranslatableError(f"--{FILE}: rs_level {level} is not a value of the example")
     bounds = {"low": _bound(options, "rs_lower_bound", low), "high": _bound(options, "rs_upper_bound", high)}
     masks = [{"level": level, **bounds}]
     if options.get("rs_veto_threshold") not in NOTHING:
         veto = {"low": real(options["rs_veto_threshold"]), "high": UNBOUNDED}
         masks.append({"level": "every_token", **veto})
     out.set("loss.correction.masks", masks, "use_rs, rs_*")
-    out.set("loss.correction.rejected", "weight_0", "use_rs: divisors are of all tokens")
+    out.set("loss.correction.rejected", "weight_0", "use_rs: divisors count all tokens")
     if out.get("loss.entropy_coef") or out.get("loss.kl.coef"):
-        out.differs("use_rs", True, "what it rejects is out of the terms of entropy and KL too, and here it is not")
+        out.differs("use_rs", True, "rejected tokens are also excluded from entropy and KL there, but not here")
 
 
 def _bound(options: Mapping[str, Any], name: str, otherwise: float) -> float:
@@ -442,17 +442,17 @@ def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
         return
     kind = keys.get("opd-type", "sglang")
     if kind == "sglang" and model is None:
-        out.differs("opd-type", kind, "which weights the server at rm-url has is not told: docs/roles.md")
+        out.differs("opd-type", kind, "the weights of the server at rm-url are unknown: docs/roles.md")
         return
     out.set("teacher.coef", keys.real("opd-kl-coef", 1.0), "opd-kl-coef")
     if kind == "sglang":
-        out.set("teacher.path", str(model), f"the model that {SERVER} serves")
-        out.set("teacher.parallel.tp", count(tp), f"as {SERVER} has it")
-        out.place(["teacher"], ranks(out.world_size, count(tp)), f"{SERVER}: behind the others")
+        out.set("teacher.path", str(model), f"the model of {SERVER}")
+        out.set("teacher.parallel.tp", count(tp), f"the same as for {SERVER}")
+        out.place(["teacher"], ranks(out.world_size, count(tp)), f"{SERVER}: after the others")
         out.world_size += count(tp)
         keys.get("rm-url")
         return
-    out.set("teacher.path", keys.text("opd-teacher-load"), "opd-teacher-load: in Hugging Face's format here")
+    out.set("teacher.path", keys.text("opd-teacher-load"), "opd-teacher-load: in Hugging Face format here")
     out.place(["teacher"], actor, "use-opd")
 
 
@@ -484,13 +484,13 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     policies = {"gspo": "gspo", "cispo": "cispo"}
     algorithms = ("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     if name not in (*policies, *algorithms):
-        out.differs("advantage-estimator", name, "no algorithm here is called so")
+        out.differs("advantage-estimator", name, "there is no algorithm of this name here")
         return
     out.set("algorithm", name if name in algorithms else "grpo", "advantage-estimator")
     if name in policies:
         out.set("loss.policy", policies[name], "advantage-estimator")
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
-    out.set("loss.clip_high", real(high), "eps-clip-high, which is eps-clip where it is missing")
+    out.set("loss.clip_high", real(high), "eps-clip-high, or eps-clip if it is missing")
     _set_advantages(keys, out, str(name))
     _set_means(keys, out)
 
@@ -499,7 +499,7 @@ def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
     whitens = keys.truth("normalize-advantages", False)
     gamma, gae_lambda = keys.real("gamma", 1.0), keys.real("lambd", 1.0)
     if name == "ppo":
-        out.set("advantages.gae_lambda", gae_lambda, "lambd, whose default is 1")
+        out.set("advantages.gae_lambda", gae_lambda, "lambd, default 1")
         out.set("critic.value_clip", keys.real("value-clip", 0.2), "value-clip")
     if name in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         out.set("advantages.whiten", whitens, "normalize-advantages")
@@ -522,7 +522,7 @@ def _set_means(keys: SourceKeys, out: Translation) -> None:
     if selected is not None and str(selected).endswith(REWARDS_DIFFER):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "dynamic-sampling-filter-path")
     elif selected is not None:
-        out.differs("dynamic-sampling-filter-path", selected, "write it as batch.dynamic_sampling.filter")
+        out.differs("dynamic-sampling-filter-path", selected, "set it as batch.dynamic_sampling.filter")
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
@@ -534,7 +534,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.kl.estimator", estimator(kind), "kl-loss-type")
         out.set("loss.kl.unbiased", keys.truth("use-unbiased-kl", False), "use-unbiased-kl")
     if in_reward and in_loss and coef:
-        out.differs("kl-coef", in_reward, "the penalty stands in the loss already, and here is in one place")
+        out.differs("kl-coef", in_reward, "the penalty is already in the loss; only one place is possible here")
     elif in_reward:
         out.set("loss.kl.coef", in_reward, "kl-coef")
         out.set("loss.kl.where", "reward", "kl-coef")
@@ -550,7 +550,7 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
     fully = keys.truth("fully-async", False) or function.endswith("fully_async")
     if function not in OWN_ROLLOUTS and not fully:
         out.differs(
-            "rollout-function-path", function, "a loop of one's own is an environment here: docs/environments.md"
+            "rollout-function-path", function, "your own rollout loop becomes an environment here: docs/environments.md"
         )
     if keys.get(PROGRAM) == PROGRAMS[1] or fully:
         out.set("schedule.mode", "asynchronous", PROGRAMS[1])
@@ -581,7 +581,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         out.set("env.function", _function(generate), "custom-generate-function-path")
         out.place(["env"], out.placed["rollout"], "custom-generate-function-path")
     if own == REWARD:
-        out.set("reward.function", "environment", "custom-rm-path: the teacher is asked by it, and the reward is 0")
+        out.set("reward.function", "environment", "custom-rm-path: it only queries the teacher, and the reward is 0")
         keys.get("custom-reward-post-process-path")
     elif own is not None:
         out.set("reward.function", _function(own), "custom-rm-path")
@@ -592,9 +592,9 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif kind == "remote_rm":
         out.set("reward.function", keys.text("rm-url"), "rm-url")
     elif generate is not None and kind is None:
-        out.set("reward.function", "environment", "custom-generate-function-path: the sample has its reward")
+        out.set("reward.function", "environment", "custom-generate-function-path: it sets the reward of the sample")
     else:
-        out.differs("rm-type", kind, "a reward of one's own is reward.function: docs/rewards.md")
+        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md")
     scored = keys.get("reward-key")
     if scored is not None and own is not None:
         out.set("reward.options", {"reward_key": scored}, "reward-key")
@@ -644,7 +644,7 @@ def set_engine(keys: SourceKeys, out: Translation) -> None:
         out.set("rollout.max_running_requests", count(requests), "sglang-max-running-requests")
     ep = number(keys.first("sglang-ep-size", "sglang-expert-parallel-size", default=1)[1])
     if keys.truth("sglang-enable-dp-attention", False):
-        out.leave("sglang-enable-dp-attention", True, "an engine here cuts attention over its tp ranks")
+        out.leave("sglang-enable-dp-attention", True, "an engine here splits attention over its tp ranks")
     arguments = {
         name.removeprefix("sglang-").replace("-", "_"): value
         for name, value in keys.left().items()
@@ -681,8 +681,8 @@ def set_supervised(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop(path, None)
     if "rollout-max-context-len" not in keys and "rollout-max-prompt-len" not in keys:
         most = out.get("actor.micro_batch_tokens") * out.get("actor.parallel.cp")
-        out.set("data.max_prompt_tokens", most, "slime has no limit: as many as a micro-batch")
-        out.set("data.max_response_tokens", most, "slime has no limit: as many as a micro-batch")
+        out.set("data.max_prompt_tokens", most, "slime has no limit: as many tokens as a micro-batch")
+        out.set("data.max_response_tokens", most, "slime has no limit: as many tokens as a micro-batch")
     for name in (
         "rollout-num-gpus",
         "colocate",

@@ -67,7 +67,7 @@ def read_config(
     for text in overrides:
         parsed = parse_override(text)
         if parsed is None:
-            raise ConfigError(f"{text!r} is no override; expected key=value with a dotted key")
+            raise ConfigError(f"{text!r} is not an override; expected key=value with a dotted key")
         _put(data, parsed[0].split("."), parsed[1])
     flat = flattened(data)
     return {key: _interpolated(value, key, data, environment) for key, value in flat.items()}, missing
@@ -139,7 +139,7 @@ def _interpolated(value: Any, key: str, data: Any, environment: Mapping[str, str
     while isinstance(value, str) and (found := INTERPOLATION.search(value)):
         rounds += 1
         if rounds > MOST_ROUNDS:
-            raise ConfigError(f"{key}: its interpolations stand for one another")
+            raise ConfigError(f"{key}: its interpolations refer to each other")
         meant = _meaning(found[1], key, data, environment)
         value = meant if found[0] == value else value.replace(found[0], str(meant), 1)
     return value
@@ -203,10 +203,10 @@ def _widen(out: Translation, role: str, ranks_each: int, key: str, size: int, pr
         return
     factor = next(by for by in range(1, replicas + 1) if replicas % by == 0 and replicas // by <= prompts)
     path = f"{role}.parallel.{key}"
-    out.set(path, size * factor, f"{replicas} replicas or engines would share out {prompts} prompts")
+    out.set(path, size * factor, f"{prompts} prompts are too few for {replicas} replicas or engines")
     out.notes.append(
-        f"{path} is {size * factor}, in the place of {size}: {prompts} prompts would not reach {replicas} replicas or "
-        "engines, as a prompt's samples stay together here"
+        f"{path} is {size * factor} instead of {size}: {prompts} prompts are too few for {replicas} replicas or "
+        "engines, as the samples of a prompt stay together here"
     )
 
 
@@ -225,7 +225,7 @@ def limit(out: Translation) -> None:
         del out.settings[path]
         if others := [role for role in placed if role not in OF_PROMPTS]:
             out.set(f"{PLACEMENT}{', '.join(others)}", setting.value, setting.origin)
-        out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"no more ranks than {prompts} prompts")
+        out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"at most {prompts} ranks")
 
 
 @dataclass(frozen=True)
@@ -353,8 +353,8 @@ def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
         return next(iter(found))
     marks = found or {name: " or ".join(one.marks) for name, one in FRAMEWORKS.items()}
     choices = ", ".join(f"--from {name} ({mark})" for name, mark in marks.items())
-    reason = "it has what shows several" if found else "it has nothing that shows it"
-    raise ConfigError(f"{_name(given)}: cannot tell which trainer it is for, as {reason}; expected one of {choices}")
+    reason = "it has keys of several" if found else "it has keys of none"
+    raise ConfigError(f"{_name(given)}: the trainer is not clear, as {reason}; expected one of {choices}")
 
 
 def read(framework: Framework, given: Sequence[str], environment: Mapping[str, str]) -> ReadSource:
@@ -362,16 +362,16 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     path = Path(given[0])
     if path.suffix in (".yaml", ".yml"):
         values, missing = read_config(path, environment, given[1:])
-        return ReadSource(values, str(path), [f"not found, and left out: {one}" for one in missing], path.parent)
+        return ReadSource(values, str(path), [f"not found and left out: {one}" for one in missing], path.parent)
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
         unset = f" Variables without a value: {', '.join(sorted(script.unset))}" if script.unset else ""
-        hint = f"; expected a command of {framework.name}, a script that starts one, or its YAML file.{unset}"
-        raise ConfigError(f"{name}: starts nothing that is known as {framework.name}{hint}")
+        hint = f"; expected such a command, a script that starts one, or a YAML file.{unset}"
+        raise ConfigError(f"{name}: starts no command of {framework.name}{hint}")
     notes = [*script.assumed]
     if len(launches) > 1:
-        notes.append(f"it starts {len(launches)} trainings, of which the first is this ({_lines(launches)})")
+        notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
     keys = framework.keys(launches[0][1])
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
@@ -407,5 +407,5 @@ def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Tra
         raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {source.keys.get(keys.last)!r})") from None
     for key in sorted(keys.unknown):
         if UNKNOWN in str(source.keys[key]) and key not in [one.key for one in (*out.leftovers, *out.differences)]:
-            out.notes.append(f"{key}: a part of its value is told by running the source alone")
+            out.notes.append(f"{key}: a part of its value is only known by running the source")
     return out

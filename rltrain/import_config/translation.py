@@ -226,7 +226,7 @@ def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Conv
             out.differs(pair.key, value, str(reason))
             continue
         if given or converted != default_of(pair.here):
-            out.set(pair.here, converted, pair.key if given else f"{pair.key}, whose default in {out.framework} it is")
+            out.set(pair.here, converted, pair.key if given else f"{pair.key}, default of {out.framework}")
 
 
 def by_pattern(told: str) -> dict[str, str]:
@@ -255,12 +255,12 @@ def sort_out_override(key: str, value: Any, out: Translation) -> None:
     key is a difference."""
     overridden = overridden_key(key)
     if overridden is None:
-        out.differs(key, value, "nothing here stands for it")
+        out.differs(key, value, "it has no counterpart here")
     elif says(out.get("model.path"), overridden, value):
-        out.leave(key, value, "config.json of model.path says the same")
+        out.leave(key, value, "config.json of model.path has the same value")
     else:
         out.differs(
-            key, value, f"expected {'.'.join(overridden)} in config.json of model.path, which every part of a run reads"
+            key, value, f"set {'.'.join(overridden)} in config.json of model.path instead; every part of a run reads it"
         )
 
 
@@ -312,8 +312,8 @@ def refuse_differences(out: Translation) -> None:
         return
     found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
     raise ConfigError(
-        f"{len(out.differences)} keys of {out.framework} change what is computed and have no counterpart:\n{found}\n"
-        "Take them out of the source if you can do without; --allow-differences imports the rest"
+        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
+        "Remove them from the source, or import the rest with --allow-differences"
     )
 
 
@@ -332,7 +332,7 @@ def number(value: Any) -> Any:
     try:
         real = float(value)
     except (TypeError, ValueError):
-        raise UntranslatableError("it is no number that can be told without running the source") from None
+        raise UntranslatableError("it is not a number known without running the source") from None
     return int(real) if real.is_integer() and abs(real) < 2**53 and "e-" not in str(value) else real
 
 
@@ -382,7 +382,7 @@ def one_of(names: Mapping[str, Any], what: str) -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         if str(value) not in names:
-            raise UntranslatableError(f"{what} here are those of {', '.join(names)}")
+            raise UntranslatableError(f"{what} here: {', '.join(names)}")
         return names[str(value)]
 
     return convert
@@ -412,7 +412,7 @@ def paths(value: Any) -> Any:
 def ranks(first: int, number_of: int) -> str:
     """Returns the range of `number_of` ranks from `first` on."""
     if number_of < 1:
-        raise UntranslatableError("no rank is left for it")
+        raise UntranslatableError("no rank is left")
     return str(first) if number_of == 1 else f"{first}-{first + number_of - 1}"
 
 
@@ -468,12 +468,12 @@ WITH_STD = ("grpo", "pass_at_k", "gdpo")
 def take_rewards(out: Translation, estimator: str, key: str, *, whitens: bool) -> None:
     """Sets an algorithm without comparisons for one sample per prompt. In the source such a sample has its reward as
     advantage. Algorithms with comparisons would give it 0 here."""
-    origin = f"{estimator} of one sample per prompt: its reward is its advantage"
+    origin = f"{estimator} with one sample per prompt: the advantage is the reward"
     out.set("algorithm", "reinforce_plus_plus", origin)
     out.set("advantages.whiten", whitens, origin)
     out.notes.append(
-        f"{key} is 1: a sample that is alone in its group has its reward as advantage in {out.framework} under "
-        f"{estimator}, and 0 here; so the algorithm is reinforce_plus_plus, which gives it its reward"
+        f"{key} is 1: with one sample per prompt {out.framework}'s {estimator} uses the reward as advantage. Here that "
+        "would be 0, so the algorithm is reinforce_plus_plus with the reward as advantage"
     )
 
 
@@ -488,7 +488,7 @@ def set_named(out: Translation, path: str, names: Mapping[str, str], key: str, v
     if str(value) in names:
         out.set(path, names[str(value)], key)
         return True
-    out.differs(key, value, f"{what} here are those of {', '.join(names)}")
+    out.differs(key, value, f"{what} here: {', '.join(names)}")
     return False
 
 
@@ -531,19 +531,19 @@ def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, A
     out.set("evaluation.sets", [plan], origin)
     needed = sampling.get("max_response_tokens", 0) + out.get("data.max_prompt_tokens")
     if needed > out.get("rollout.max_context_tokens"):
-        out.set("rollout.max_context_tokens", needed, f"prompt and the longest response of {origin}")
+        out.set("rollout.max_context_tokens", needed, f"prompt and longest response of {origin}")
 
 
 def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
     """Replaces FSDP over all ranks by Megatron. Tensor parallelism has the width of the engine's, and the optimizer is
     sharded over replicas. Ranks with parts of the same weights also share sequences."""
     tp, slices = out.get("rollout.parallel.tp"), out.get("actor.parallel.cp")
-    out.leave(key, name, "Megatron trains: tensor parallelism as the engine's, and a distributed optimizer")
+    out.leave(key, name, "Megatron trains, with the engine's tensor parallelism and a distributed optimizer")
     if tp > 1 and out.get("actor.parallel.tp") == 1:
-        out.set("actor.parallel.tp", tp, f"{key} {name}: in the place of sharded weights, as wide as the engine's")
+        out.set("actor.parallel.tp", tp, f"{key} {name}: instead of sharded weights, as for the engine")
         out.set("actor.parallel.sequence_parallel", True, f"{key} {name}")
         if slices > 1:
-            out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share out a sequence, {tp} by tp")
+            out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share a sequence, {tp} by tp")
 
 
 # Number of steps, from epochs and rows if the source counts them.
@@ -574,8 +574,8 @@ def set_steps(
             return
         if rows is None:
             raise ConfigError(
-                f"steps: the source counts epochs ({named[1]} {epochs}), and the rows of data.train.path "
-                f"{out.get('data.train.path')} cannot be counted; expected --rows N, how many there are, or --steps N"
+                f"steps: the source counts epochs ({named[1]} {epochs}), but the rows of data.train.path "
+                f"{out.get('data.train.path')} cannot be counted; expected --rows N (number of rows) or --steps N"
             )
         prompts = out.get("batch.prompts_per_step")
         if epochs in NOTHING:
