@@ -446,7 +446,7 @@ class _Parser(WordReader):
         if self.take("(("):
             header = [part.strip() for part in self.calculation().split(";")]
             if len(header) != 3:
-                raise self.fail("for (( )) has not three parts")
+                raise self.fail("for (( )) does not have three parts")
             return ForCount((header[0], header[1], header[2]), self._loop_body())
         name = "".join(part.text for part in self.word() if isinstance(part, Text))
         self.blanks(newlines=True)
@@ -525,7 +525,7 @@ class _Parser(WordReader):
                 continue
             word = self.word()
             if self.peek("(") and word and isinstance(word[-1], Text) and not word[-1].quoted:
-                raise self.fail("( stands where no list or function begins")
+                raise self.fail("there is an unexpected (")
             if not word:
                 break
             words.append(word)

@@ -146,7 +146,7 @@ class _Script:
         for patterns, body in case.branches:
             if any(fnmatch.fnmatchcase(value, self.expansion.text(word, as_pattern=True)) for word in patterns):
                 if UNKNOWN in value:
-                    self.assume(f"{shown(value)} was taken to be none of the cases that are named")
+                    self.assume(f"{shown(value)} was assumed to match none of the named cases")
                 return self.block(body)
         return True
 
@@ -178,7 +178,7 @@ class _Script:
     def turn(self) -> None:
         self.turns += 1
         if self.turns > MOST_TURNS:
-            raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} turns")
+            raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} iterations")
 
     def step(self, text: str) -> int | None:
         """Returns the value of an arithmetic expression. It may contain an assignment."""
@@ -273,12 +273,12 @@ class _Script:
     def deeper(self) -> None:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise ConfigError(f"{self.variables.script}: it calls itself {DEEPEST} deep")
+            raise ConfigError(f"{self.variables.script}: it is nested more than {DEEPEST} levels deep")
 
     def _source(self, name: str, arguments: list[str]) -> bool | None:
         path = Path(self.folder, name)
         if UNKNOWN in name or not path.is_file():
-            self.assume(f"{shown(name)}, which it reads (source), is not there and was left out")
+            self.assume(f"the sourced file {shown(name)} was not found and left out")
             return None
         self.deeper()
         self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))

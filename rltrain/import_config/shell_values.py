@@ -110,7 +110,7 @@ def holds(words: Sequence[str], value_of: Callable[[str], str]) -> bool | None:
     rest = [*words]
     result = _either(rest, value_of)
     if rest:
-        raise ConfigError(f"the test [ {' '.join(map(shown, words))} ] is none that is known here")
+        raise ConfigError(f"the test [ {' '.join(map(shown, words))} ] is not supported")
     return result
 
 
