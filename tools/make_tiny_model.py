@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on `texts`; it can write any text."""
+    """Returns a byte-level BPE tokenizer of at most `vocab_size` tokens, trained on `texts`. It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,14 +40,14 @@ def byte_level_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def corpus_texts(path: Path) -> Iterator[str]:
-    """Every text value of every row of a JSONL file."""
+    """Yields every text value of every row of a JSONL file."""
     with path.open(encoding="utf-8") as rows:
         for row in rows:
             yield from (value for value in json.loads(row).values() if isinstance(value, str))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done."""
+    """Writes the checkpoint. Returns the exit status, always 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--corpus", type=Path, required=True, help="JSONL file with texts for the tokenizer")

@@ -121,6 +121,8 @@ class SolvedRate(Section):
 
 
 class Data(Section):
+    """Training and evaluation rows, the chat template, and limits of lengths."""
+
     train: PromptFile
     eval: PromptFile | None = None
     chat_template: Literal["auto", "never"] = "auto"

@@ -85,6 +85,7 @@ class Evaluation(Section):
     dtype: Literal["auto", "fp8"] | None = None
     """Same as rollout.dtype."""
     parallel: Parallel | None = None
+    """Same as rollout.parallel."""
     max_running_requests: Count | None = None
     """Same as rollout.max_running_requests."""
     max_context_tokens: Count | None = None

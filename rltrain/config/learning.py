@@ -20,6 +20,8 @@ class DynamicSampling(Section):
 
 
 class Batch(Section):
+    """The size of a training step and its division into mini-batches."""
+
     prompts_per_step: Count = 32
     """Number of prompts in a training step."""
     samples_per_prompt: Count = 8
@@ -127,6 +129,8 @@ class Correction(Section):
 
 
 class Sapo(Section):
+    """Settings of policy: sapo."""
+
     tau_pos: Positive = 1.0
     """Steepness of the gate for tokens of positive advantage."""
     tau_neg: Positive = 1.05
@@ -134,6 +138,8 @@ class Sapo(Section):
 
 
 class ClipCov(Section):
+    """Settings of policy: clip_cov."""
+
     ratio: Fraction = 2e-4
     """Share of a micro-batch's response tokens to leave out, at least one token."""
     low: float = 1.0
@@ -143,6 +149,8 @@ class ClipCov(Section):
 
 
 class KlCov(Section):
+    """Settings of policy: kl_cov."""
+
     ratio: Fraction = 2e-4
     """Share of a micro-batch's response tokens to hold near the old policy. These are the tokens with the largest
     covariance."""
@@ -151,6 +159,8 @@ class KlCov(Section):
 
 
 class Dppo(Section):
+    """Settings of policy: dppo."""
+
     divergence: Literal["tv", "kl"] = "tv"
     """Distance between actor and old policy for two outcomes: the sampled token, and all others. `tv`: total variation.
     `kl`: KL divergence. Its bounds are loss.clip_low and loss.clip_high."""
@@ -164,6 +174,8 @@ PolicyLoss = Literal[
 
 
 class Loss(Section):
+    """The policy loss with its correction and its KL penalty."""
+
     policy: PolicyLoss = "clip"
     """The policy loss. docs/policy_losses.md has the equations. `own`: the function of loss.function."""
     function: str | None = None

@@ -122,6 +122,8 @@ class Mtp(Section):
 
 
 class Recompute(Section):
+    """Recomputation of activations in backward."""
+
     granularity: Literal["none", "selective", "full"] = "full"
     """`full`: keeps only the inputs of whole layers. `selective`: recomputes parts of every layer."""
     layers: Count | None = None
@@ -142,6 +144,8 @@ class Recompute(Section):
 
 
 class Model(Section):
+    """The starting checkpoint, and the computation of models."""
+
     path: Annotated[str, HubName("model")]
     """Folder of a Hugging Face checkpoint with config.json, safetensors and tokenizer. Or a name on the hub: OWNER/NAME
     or OWNER/NAME@REVISION. The prefix hf: selects the hub if a folder has the same name."""
@@ -293,10 +297,14 @@ class Trained(Section):
 
 
 class Actor(Trained):
+    """The trained policy."""
+
     parallel: Parallel = Parallel()
 
 
 class Critic(Trained):
+    """The value model of PPO."""
+
     parallel: Parallel | None = None
     """Parallel sizes. `null`: the actor's."""
     path: Annotated[str | None, HubName("model")] = None
@@ -328,6 +336,8 @@ class Evaluating(Section):
 
 
 class Reference(Evaluating):
+    """The reference model of the KL penalty and of DPO."""
+
     path: Annotated[str | None, HubName("model")] = None
     """A Hugging Face checkpoint. `null`: the actor's starting checkpoint."""
     refresh_every: NonNegativeInt = 0

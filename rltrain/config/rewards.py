@@ -82,6 +82,8 @@ class Reward(Section):
 
 
 class JudgeSampling(Sampling):
+    """Sampling of the judge's answers."""
+
     temperature: Temperature = 0.0
     """Sampling temperature. `0`: greedy."""
     max_response_tokens: Count = 512

@@ -80,6 +80,8 @@ class Env(Section):
 
 
 class Sampling(Section):
+    """Sampling of responses."""
+
     temperature: Temperature = 1.0
     """Sampling temperature. `0`: greedy."""
     top_p: TopP = 1.0
@@ -187,4 +189,6 @@ class Served(Section):
 
 
 class Rollout(Served):
+    """The engines that generate responses for training."""
+
     endpoint: Endpoint = Endpoint()

@@ -64,14 +64,17 @@ from rltrain.tasks.roles import rewarding_roles
 
 
 class Checks(Section):
-    """Compares trainer and engine after every step, on response tokens from the weights at the start of the step.
-    Tokens from older weights differ for good reasons. null: no limit. Also compares replicas of trained models with
-    each other and with the engines."""
+    """Comparisons of trainer and engine, and of replicas.
+
+    After every step trainer and engine are compared on response tokens from the weights at the start of the step.
+    Tokens from older weights differ for good reasons and are left out. Replicas of trained models can be compared with
+    each other and with the engines.
+    """
 
     max_logprob_diff: Positive | None = None
-    """Limit of train/fresh_logprob_abs_diff, the mean absolute difference of log-probs."""
+    """Limit of train/fresh_logprob_abs_diff, the mean absolute difference of log-probs. `null`: no limit."""
     max_kl: Positive | None = None
-    """Limit of train/fresh_kl, the KL of the trainer from the engine."""
+    """Limit of train/fresh_kl, the KL of the trainer from the engine. `null`: no limit."""
     action: Literal["stop", "pause", "warn"] = "stop"
     """Reaction to an exceeded limit. `stop`: the run ends, and no checkpoint is saved of weights trained on such
     tokens. `pause`: the run saves at the end of the step and ends with an error. A new start resumes from there.
@@ -86,6 +89,8 @@ class Checks(Section):
 
 
 class Preference(Section):
+    """Settings of algorithms that learn from pairs: dpo and reward_model."""
+
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """dpo: sigmoid is the loss of DPO. ipo is the squared distance from 1 / (2 beta)."""
     beta: Positive = 0.1
@@ -108,8 +113,8 @@ class WeightDelta(Section):
 
     full_every: Count = 50
     """Number of syncs from one full sync to the next. The first sync of a job is full too, and so is any sync with an
-    engine without the last weights. Some follow a sync with nearly everything changed. Full files are also written once
-    the files of changes have as many bytes."""
+    engine without the last weights. So are some syncs after one that saved nothing, because nearly everything had
+    changed. Full files are also written once the files of changes have as many bytes."""
     check_every: NonNegativeInt = 0
     """Number of delta syncs from one checksum comparison to the next, as with weight_sync.verify. After a difference
     everything is sent at once, and all later syncs are compared. `0`: only the first of a job. Files are not affected,
@@ -136,6 +141,8 @@ class MemoryCheckpoints(Section):
 
 
 class Checkpoint(Section):
+    """Checkpoints of the run, and exports of the actor."""
+
     save_hf: bool = True
     """Writes the trained actor in Hugging Face format to <output_dir>/hf at the end."""
     save_hf_interval: NonNegativeInt = 0
@@ -172,6 +179,8 @@ class Checkpoint(Section):
 
 
 class Wandb(Section):
+    """Logging to Weights & Biases."""
+
     project: str | None = None
     """Project in Weights & Biases. `null`: no logging there."""
     name: str | None = None
@@ -181,6 +190,8 @@ class Wandb(Section):
 
 
 class Logging(Section):
+    """Records of the run besides metrics.jsonl."""
+
     progress: bool = True
     """Prints the progress of the run."""
     trace: bool = False
@@ -197,6 +208,8 @@ class Logging(Section):
 
 
 class WeightSync(Section):
+    """The transfer of the actor's weights to engines and other models."""
+
     bucket_mb: Count = 32
     """Mebibytes packed and received by a rank at a time, with two of each in flight. Ranks with access to each other's
     memory, as on CPUs, use at most 4."""
@@ -207,7 +220,7 @@ class WeightSync(Section):
     """Compares checksums of both sides after every sync, reading all weights once. The job ends if a tensor differs. An
     SGLang server also checks its copy, and is replaced if it differs."""
     delta: WeightDelta | None = None
-    """`null`: every sync sends everything."""
+    """Sends only changed weights. `null`: every sync sends everything."""
     adapters: Literal["merged", "apart"] = "merged"
     """With model.lora. `merged`: engines receive weights with merged adapters. `apart`: the rollout's engines keep base
     and adapters separately. Only the first sync sends the base. Every sync sends the adapters."""
