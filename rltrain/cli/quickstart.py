@@ -250,10 +250,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
     parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the data")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the problems")
     parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)
     parser.add_argument("--eval-rows", type=int, default=NUM_EVAL)
-    parser.add_argument("--experts", type=int, default=0, help="in every layer of a Qwen3-MoE model; 0: a dense one")
+    parser.add_argument("--experts", type=int, default=0, help="experts in every layer (Qwen3-MoE); 0: a dense model")
 
 
 def run(arguments: argparse.Namespace) -> int:
