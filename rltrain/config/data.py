@@ -131,7 +131,7 @@ class Data(Section):
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}. Agents send their own in their requests."""
     system_prompt: str | None = None
-    """System message for lists of messages without one. It needs a chat template. `null`: none."""
+    """System message for prompts without one. It needs a chat template. `null`: none."""
     shuffle: bool = True
     """Shuffles the rows in every epoch, by `seed`. `false`: the rows keep their order."""
     curriculum: Curriculum | None = None

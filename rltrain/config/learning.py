@@ -141,11 +141,11 @@ class ClipCov(Section):
     """Settings of policy: clip_cov."""
 
     ratio: Fraction = 2e-4
-    """Share of a micro-batch's response tokens to leave out, at least one token."""
+    """Share of a micro-batch's response tokens with policy loss 0, at least one token."""
     low: float = 1.0
     """Lower bound of the covariance, see `high`."""
     high: float = 5.0
-    """Bounds of the covariance. The tokens to leave out are drawn at random from those within the bounds."""
+    """Bounds of the covariance. These tokens are drawn at random from those within the bounds."""
 
 
 class KlCov(Section):
@@ -155,7 +155,7 @@ class KlCov(Section):
     """Share of a micro-batch's response tokens to hold near the old policy. These are the tokens with the largest
     covariance."""
     coef: NonNegative = 1.0
-    """Coefficient of the KL to the old policy for these tokens."""
+    """Coefficient of abs(log ratio) in the loss of these tokens."""
 
 
 class Dppo(Section):

@@ -312,7 +312,7 @@ class Config(Section):
     steps: Count
     """Number of training steps."""
     seed: NonNegativeInt = 0
-    """Seed of all random numbers of the run: weights, order of prompts and sampling."""
+    """Seed of all random numbers: new weights, the order of prompts, and sampling."""
     output_dir: str = "runs/default"
     """Folder for everything written by the run."""
     placement: dict[str, str | int]
