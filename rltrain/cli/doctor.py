@@ -30,6 +30,8 @@ FAULTS = (MISSING, WRONG)
 
 @dataclass(frozen=True)
 class Finding:
+    """A line of the report."""
+
     what: str
     state: str
     detail: str
@@ -38,12 +40,14 @@ class Finding:
 
 
 def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yields the lines of the report."""
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         yield f"{finding.state:8}{finding.what:{width}}  {finding.detail}".rstrip()
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
+    """Returns whether a finding is a fault."""
     return any(finding.state in FAULTS for finding in findings)
 
 
@@ -175,6 +179,7 @@ def what_is_allowed(folders: list[Path]) -> Iterator[Finding]:
 
 
 def open_files(soft: int, hard: int) -> Finding:
+    """Checks the limit of open files. `soft` is the present limit, and `hard` the largest one allowed."""
     if 0 <= soft < FEWEST_FILES:
         told = f"{soft} per process; expected {FEWEST_FILES} or more: ulimit -n (at most {hard} without further rights)"
         return Finding("open files", WRONG, told)

@@ -325,6 +325,7 @@ def of_clocks(skews_s: Sequence[float], nodes: Compared) -> Iterator[Finding]:
 
 
 def of_storage(folder: str, by_node: Sequence[Storage], nodes: Compared) -> Iterator[Finding]:
+    """Yields the findings about a folder: faults of nodes, or else the speed of the slowest node."""
     what = f"storage, {folder}"
     faulty = False
     for node, storage in enumerate(by_node):

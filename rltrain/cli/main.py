@@ -74,6 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.takes_keys = takes_keys
 
     def error(self, message: str) -> NoReturn:
+        """Exits with the message on one line."""
         is_key = self.takes_keys and message.startswith("unrecognized arguments")
         hint = "config keys are given without dashes, such as steps=5" if is_key else f"see {self.prog} --help"
         sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))

@@ -102,6 +102,8 @@ THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 @dataclass(frozen=True)
 class Difference:
+    """The difference between two models at one stage."""
+
     stage: str
     relative: float
     """Norm of the difference over the norm of the first model's values. Not finite if some values are not."""
@@ -131,6 +133,7 @@ def first_beyond(found: Sequence[Difference], threshold: float) -> Difference | 
 
 
 def logprob_difference(first: States, second: States, samples: Samples) -> LogprobDifference:
+    """Returns the difference of log-probs over all tokens with a token before them."""
     follows = torch.cat([torch.arange(len(sample)) < len(sample) - 1 for sample in samples])
     log_ratio = (first[LOGPROBS] - second[LOGPROBS])[follows]
     distance = log_ratio.abs()
@@ -191,6 +194,7 @@ class Decoding:
 
 
 def run_engine(checked: Checked, samples: Samples) -> States:
+    """Returns the states of the embedded engine."""
     return Decoding(checked, max(len(sample) for sample in samples)).run(samples)
 
 
@@ -207,6 +211,7 @@ SHORTEST = 2
 
 
 def random_samples(count: int, length: int, vocab_size: int, seed: int = 0) -> Samples:
+    """Returns `count` samples of `length` random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for _ in range(count))
 

@@ -98,6 +98,8 @@ class Lane:
 
 @dataclass
 class TimelineRow:
+    """The lanes of one rank."""
+
     rank: int
     roles: tuple[str, ...]
     lanes: list[Lane]
@@ -173,6 +175,7 @@ class Detail:
     shortest_us: float = 0.0
 
     def keeps(self, span: TimelineSpan) -> bool:
+        """Returns whether to draw the span."""
         return self.from_us <= span.start_us <= self.to_us or span.end_us - span.start_us >= self.shortest_us
 
 

@@ -239,6 +239,7 @@ class Occupation:
     seconds: dict[str, float]
 
     def fraction(self, purpose: str) -> float:
+        """Returns the share of `purpose` in the time of the ranks."""
         total_s = sum(self.seconds.values())
         return self.seconds[purpose] / total_s if total_s else 0.0
 
@@ -421,6 +422,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
+    """A chart with one or several curves."""
+
     title: str
     unit: str
     meaning: str

@@ -30,6 +30,7 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
+        """The factor of the adapters' output."""
         return self.alpha / self.rank
 
 
@@ -188,6 +189,7 @@ class Model(Section):
 
     @property
     def recomputed(self) -> Recompute:
+        """The setting `recompute` as a section."""
         given = self.recompute
         return Recompute(granularity=given) if isinstance(given, str) else given
 

@@ -33,6 +33,8 @@ class RewardPart(Section):
 
 
 class Reward(Section):
+    """The reward functions, and the handling of failures."""
+
     function: str = "exact_match"
     """exact_match, math, code, environment, a URL, or your own function: "file.py:function", "module:function" or
     "module.function". The names of its parameters decide its arguments: docs/rewards.md."""

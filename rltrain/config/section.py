@@ -56,6 +56,8 @@ class HubName:
 
 
 class Section(BaseModel):
+    """A section of the config. It is frozen, and refuses unknown keys and wrong types."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 

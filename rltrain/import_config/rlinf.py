@@ -67,6 +67,7 @@ logs only: profiler.*
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of RLinf into `out`."""
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)

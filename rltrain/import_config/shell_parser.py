@@ -11,6 +11,8 @@ from rltrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Text:
+    """Literal text."""
+
     text: str
     quoted: bool
 
@@ -44,6 +46,8 @@ Word = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Assignment:
+    """An assignment `name=value`, `name[index]=value` or `name=(...)`. With `appends` it is `+=`."""
+
     name: str
     index: str | None
     appends: bool
@@ -155,6 +159,7 @@ class WordReader:
         return self.text.count("\n", 0, self.at) + 1
 
     def fail(self, what: str) -> ConfigError:
+        """Returns the error for the line at the cursor."""
         return ConfigError(f"{self.name}:{self.line}: {what}; expected a script that the shell accepts")
 
     def peek(self, text: str) -> bool:

@@ -51,6 +51,8 @@ class StartedCommand:
 
 @dataclass
 class ScriptReading:
+    """The started commands of a script, with assumptions and unset variables."""
+
     started: list[StartedCommand] = field(default_factory=list)
     assumed: dict[str, None] = field(default_factory=dict)
     """Assumptions made without running the script, in words."""
@@ -71,6 +73,7 @@ def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, 
 
 
 def read_text(text: str, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
+    """Returns the commands of a script's text."""
     script = _Script(Variables(dict(environment), arguments, name))
     with suppress(_LeftError):
         script.block(parse_script(text, name))

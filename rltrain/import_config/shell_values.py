@@ -197,6 +197,7 @@ class Variables:
         return found if isinstance(found, str) else found[0] if found else ""
 
     def lookup(self, name: str) -> Value | None:
+        """Returns the value of a variable or a special parameter, or None if it is not set."""
         if name in ("@", "*"):
             return self.arguments
         if name == "#":
@@ -275,6 +276,7 @@ class Expansion:
         return arguments
 
     def part(self, part: Part) -> Value:
+        """Returns the value of a part of a word. Lists keep their elements."""
         if isinstance(part, Text):
             return part.text
         if isinstance(part, Substitution):

@@ -140,6 +140,7 @@ settings of Hydra: --*
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of SkyRL's supervised trainer into `out`."""
     out.set("algorithm", "sft", "skyrl.train.main_sft")
     apply(SKYRL_SFT, keys, out, decay=one_of(DECAYS, "learning rates"))
     set_betas(keys, out, "optimizer_config.adam_betas")
@@ -248,6 +249,7 @@ URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"
 
 
 def started_by_the_job(keys: SourceKeys) -> bool:
+    """Returns whether the job starts the engines."""
     return truth(keys.first(ENGINE + "run_engines_locally", G + "run_engines_locally", default=True)[1])
 
 
@@ -300,6 +302,7 @@ LABEL = "reward_spec.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of SkyRL into `out`."""
     if "sft" in keys.text("-m", ""):
         translate_sft(keys, out, rows)
         return

@@ -179,11 +179,13 @@ per token. The estimator `no_op` uses them as advantages."""
 
 
 def distills(keys: SourceKeys) -> bool:
+    """Returns whether the program is SkyRL's on-policy distillation."""
     named = keys.text(ALG + "advantage_estimator", "grpo")
     return named == "no_op" and DISTILLATION in keys.text("-m", "")
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    """Sets the algorithm and its advantages."""
     if distills(keys):
         out.set("algorithm", "distillation", f"{ALG}advantage_estimator no_op of {keys.get('-m')}")
         for key in ("use_kl_loss", "use_kl_in_reward"):
@@ -277,6 +279,7 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
+    """Sets the policy loss with its KL penalty."""
     kind = keys.text(ALG + "policy_loss_type", "regular")
     own = None if kind in POLICIES else function_of(kind, LOSSES, keys.text("-m", ""), keys.folder)
     if own is not None:
@@ -350,6 +353,7 @@ def _set_kl(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
+    """Sets importance weights and masks. The policy loss must be set before."""
     prefix = ALG + "off_policy_correction."
     level = keys.get(prefix + "tis_ratio_type")
     high = keys.get(prefix + "token_tis_ratio_clip_high", 2.0)
@@ -400,6 +404,7 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
+    """Sets the reward function or the environment."""
     env, turns = keys.text("environment.env_class", "gsm8k"), keys.count(G + "max_turns", 1)
     buffer = keys.get(ALG + "overlong_buffer_len")
     if buffer not in NOTHING and count(buffer):

@@ -94,6 +94,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates flags of slime into `out`."""
     apply(SLIME, keys, out, decay=one_of(DECAYS, "learning rates"), opsm_delta=lambda _: 1e-4)
     _data(keys, out)
     _placement(keys, out)
@@ -402,6 +403,7 @@ VARIABLE = re.compile(r'"?(OPEN_TRAINING_INT4_\w+)"?\s*[:=]\s*"?(\d+)\b')
 
 
 def beside_training(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns keys from all commands of a script: a server's model and variables."""
     return {**_served(commands), **_variables(commands)}
 
 

@@ -249,6 +249,8 @@ class Framework:
 
 @dataclass(frozen=True)
 class ReadSource:
+    """The keys of a source, with notes about the reading."""
+
     keys: dict[str, Any]
     name: str
     notes: list[str]

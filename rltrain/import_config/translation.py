@@ -100,15 +100,19 @@ class SourceKeys:
         return self._values.get(key, default)
 
     def count(self, key: str, default: Any = None) -> int:
+        """Returns the value as a whole number."""
         return count(self.get(key, default))
 
     def real(self, key: str, default: Any = None) -> float:
+        """Returns the value as a float."""
         return real(self.get(key, default))
 
     def truth(self, key: str, default: Any = None) -> bool:
+        """Returns the value as a bool."""
         return truth(self.get(key, default))
 
     def text(self, key: str, default: Any = None) -> str:
+        """Returns the value as text."""
         return str(self.get(key, default))
 
     def first(self, *keys: str, default: Any = None) -> tuple[str, Any]:
@@ -140,6 +144,8 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
+    """A value of a config key."""
+
     value: Any
     origin: str
     """The key of the source, or other words for the origin of the value."""
@@ -167,6 +173,7 @@ class Translation:
     ranks_per_node: int = 8
 
     def set(self, path: str, value: Any, origin: str) -> None:
+        """Sets a config key."""
         self.settings[path] = Setting(value, origin)
 
     def place(self, roles: Iterable[str], ranks: str, origin: str) -> None:
@@ -184,9 +191,11 @@ class Translation:
         return self.settings[path].value if path in self.settings else default_of(path)
 
     def leave(self, key: str, value: Any, reason: str) -> None:
+        """Adds a key without influence on results."""
         self.leftovers.append(Leftover(key, value, reason))
 
     def differs(self, key: str, value: Any, reason: str) -> None:
+        """Adds a key that changes results and has no counterpart."""
         self.differences.append(Leftover(key, value, reason))
 
     @property
@@ -368,6 +377,7 @@ def text(value: Any) -> str:
 
 
 def top_k(value: Any) -> int:
+    """Returns the top_k. 0 stands for none."""
     found = count(value)
     return 0 if found <= 0 or found >= VOCABULARY else found
 

@@ -165,6 +165,7 @@ choice of the trainer: -m
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of verl's supervised trainer into `out`."""
     out.set("algorithm", "sft", "verl.trainer.sft_trainer")
     apply(VERL_SFT, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
@@ -257,6 +258,7 @@ LABEL = "reward_model.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of verl into `out`."""
     if "sft" in keys.text(MODULE, ""):
         translate_sft(keys, out, rows)
         return

@@ -42,6 +42,7 @@ HALVINGS = 60
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
+    """Sets importance weights and masks."""
     bypass = keys.truth(PREFIX + "bypass_mode", False)
     kind = keys.text(PREFIX + "loss_type", "ppo_clip")
     if bypass:
@@ -218,6 +219,7 @@ ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    """Sets the algorithm and its advantages."""
     name = named_estimator(keys)
     if name not in ALGORITHMS:
         out.differs("algorithm.adv_estimator", name, "no algorithm here has this estimator")
@@ -268,6 +270,7 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
+    """Sets the policy loss."""
     mode = keys.get(A + "policy_loss.loss_mode", "vanilla")
     if not set_named(out, "loss.policy", POLICIES, A + "policy_loss.loss_mode", mode, "policy losses"):
         return
@@ -289,6 +292,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
+    """Sets the KL penalty and the sizes of the reference."""
     in_loss, in_reward = keys.truth(A + "use_kl_loss", False), keys.truth("algorithm.use_kl_in_reward", False)
     coef = keys.real(A + "kl_loss_coef", 0.001)
     kind = keys.get(A + "kl_loss_type", "low_var_kl")
@@ -343,6 +347,7 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
 
 
 def set_critic(keys: SourceKeys, out: Translation) -> None:
+    """Sets the critic with its optimizer."""
     set_optimizer(keys, out, "critic.optim.", "critic", 1e-5)
     rules = (
         Pair("critic.model.path", "critic.path"),
@@ -369,6 +374,7 @@ MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
+    """Sets reward functions, a reward model, and penalties."""
     path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
     function = None if path in NOTHING else f"{path}:{name}"
