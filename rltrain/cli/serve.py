@@ -207,9 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="memory for keys and values (default: the free memory of a GPU; no limit on CPUs)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="default of requests, as the next two"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="default of requests, as the next two")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--seed", type=int, help="seed of requests without one (default: random)")

@@ -524,9 +524,7 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
     if rounded == "fp8":
         out.set("rollout.dtype", "fp8", ENGINE + "engine_init_kwargs.quantization")
     elif rounded not in NOTHING:
-        out.differs(
-            ENGINE + "engine_init_kwargs.quantization", rounded, "engines here support only fp8"
-        )
+        out.differs(ENGINE + "engine_init_kwargs.quantization", rounded, "engines here support only fp8")
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
     ep = keys.count(ENGINE + "expert_parallel_size", 1)
     if out.get("rollout.engine") == "http":

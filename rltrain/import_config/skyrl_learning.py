@@ -301,9 +301,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     if not distills(keys):
         _set_kl(keys, out)
     elif keys.truth(ALG + "use_kl_loss", True):
-        out.differs(
-            ALG + "use_kl_loss", True, "the teacher is not a reference here: the distance would count twice"
-        )
+        out.differs(ALG + "use_kl_loss", True, "the teacher is not a reference here: the distance would count twice")
 
 
 def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:

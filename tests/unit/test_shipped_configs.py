@@ -395,7 +395,10 @@ def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expe
             "critic: {critic_only_steps: 5}",
             "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",
         ),
-        ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden"; the value is now called full_gather'),
+        (
+            "weight_sync: {transport: golden}",
+            'weight_sync.transport: got "golden"; the value is now called full_gather',
+        ),
     ],
 )
 def test_what_has_another_name_now_is_refused_with_that(refusal, section, expected):
