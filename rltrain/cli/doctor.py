@@ -181,7 +181,7 @@ def what_is_allowed(folders: list[Path]) -> Iterator[Finding]:
 def open_files(soft: int, hard: int) -> Finding:
     """Checks the limit of open files. `soft` is the present limit, and `hard` the largest one allowed."""
     if 0 <= soft < FEWEST_FILES:
-        told = f"{soft} per process; expected {FEWEST_FILES} or more: ulimit -n (at most {hard} without further rights)"
+        told = f"{soft} per process; expected {FEWEST_FILES} or more: ulimit -n (up to {hard} without further rights)"
         return Finding("open files", WRONG, told)
     return Finding("open files", FINE, "any number" if soft == resource.RLIM_INFINITY else f"{soft} per process")
 

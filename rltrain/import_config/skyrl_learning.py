@@ -389,7 +389,7 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
     metric = keys.get(prefix + "sequence_mask_metric")
     if metric not in NOTHING:
         if metric not in SEQUENCE_MASKS:
-            raise UntranslatableError(f"sequence_mask_metric must be one of {', '.join(SEQUENCE_MASKS)}")
+            raise UntranslatableError(f"sequence_mask_metric must be {' or '.join(SEQUENCE_MASKS)}")
         name, level, low, high = SEQUENCE_MASKS[metric]
         bounds = (keys.get(f"{prefix}{name}_mask_low", low), keys.get(f"{prefix}{name}_mask_high", high))
         masks.append({"level": level, "low": real(bounds[0]), "high": real(bounds[1])})

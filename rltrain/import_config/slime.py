@@ -340,7 +340,7 @@ def _options(keys: SourceKeys) -> Mapping[str, Any]:
 
 def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translation) -> None:
     for name in sorted({*options} - KNOWN):
-        out.differs(f"{FILE}: {name}", options[name], "nothing here stands for it")
+        out.differs(f"{FILE}: {name}", options[name], "it has no counterpart here")
     if not truth(options.get("use_tis", keys.get("use-tis", False))):
         return
     level, mode = str(options.get("tis_level")), str(options.get("tis_mode"))

@@ -281,7 +281,7 @@ def test_prediction_layers_train_what_the_source_does_not_detach(
     found = found_of(framework, keys)
     mtp = config_of(found, tmp_path).model.mtp
     assert mtp and (mtp.coef, mtp.trains) == (coef, trains)
-    assert any("slime's mask of it" in note for note in found.notes) == (framework == "slime")
+    assert any("slime's mask is one token" in note for note in found.notes) == (framework == "slime")
     assert not found.differences
 
 
