@@ -158,7 +158,7 @@ def test_ranks_are_started_once_and_only_by_the_command(
 REFUSED = {
     "a key": (["train", *QUICKSTART, "rollout.sampling.temprature=1"], "nearest valid key is rollout.sampling.temp"),
     "keys together": ([*AT_4, "data.min_prompt_tokens=99"], "data.min_prompt_tok"),
-    "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). Start more ranks"),
+    "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). Start more"),
     "nodes": (["train", "--nproc-per-node=2", "--nnodes=2", *QUICKSTART, "placement.actor=4"], "expected ranks in 0-3"),
     "every world": (["train", "--nnodes=1:3", *QUICKSTART], "rank 3 does not exist; expected ranks in 0-2"),
     "a layout": ([*AT_4, "actor.parallel.tp=4"], "one copy of its model takes tp 4"),
