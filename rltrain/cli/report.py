@@ -130,7 +130,7 @@ def kind_of_task(name: str) -> str:
 
 
 def description(span: TimelineSpan) -> str:
-    """Returns the details of a span besides its name and times."""
+    """Returns the details of a span, without its name and times."""
     parts = [f"{key} {value}" for key, value in span.arguments.items()]
     return " · ".join([span.category, *parts, *(["not finished"] if span.is_unfinished else [])])
 

@@ -67,7 +67,7 @@ class PromptSource(Rows):
 
 
 class PromptFile(Rows):
-    """Rows from one or several files (`path`), or from several sources with keys of their own (`sources`)."""
+    """Rows from one or several files (`path`), or from several sources with separate keys (`sources`)."""
 
     path: Annotated[Paths | None, HubName("dataset")] = None
     """A file, a folder, a pattern such as data/*.parquet, or a list of them. Formats: JSONL (also .gz, .bz2, .xz,

@@ -64,7 +64,7 @@ class Evaluation(Section):
     interval: NonNegativeInt = 0
     """Steps between evaluations. `0`: only before the first and after the last step."""
     sets: tuple[EvaluationSet, ...] = Field(default=(), strict=False)
-    """Further evaluation sets besides data.eval, a list of {name, data, sampling, samples_per_prompt, interval,
+    """Evaluation sets in addition to data.eval, a list of {name, data, sampling, samples_per_prompt, interval,
     reward}."""
     stop_at: float | None = None
     """Ends training early once stop_metric reaches this value. A loss has to fall to it. Any other metric has to rise
@@ -78,7 +78,7 @@ class Evaluation(Section):
     logged_prompts: NonNegativeInt | Literal["all"] = 4
     """Number of prompts of each set, from its beginning, with samples in <output_dir>/evaluation_samples."""
     max_waiting: NonNegativeInt = 4
-    """Most evaluations waiting for role evaluation, besides the running one. Their weights are kept on the host.
+    """Most evaluations waiting for role evaluation, without the running one. Their weights are kept on the host.
     Training waits if more are due."""
     engine: Literal["embedded", "sglang"] | None = None
     """Engine of role evaluation. For this key and all following ones null means the value of section rollout."""

@@ -114,7 +114,7 @@ class Correction(Section):
     """Divides the weights by their mean over a mini-batch or a step. The mean is over tokens for level token, else over
     sequences. `null`: no division."""
     masks: tuple[RatioMask, ...] = Field(default=(), strict=False)
-    """Further masks besides the method, a list of {level, low, high}. A token is left out if any of them excludes
+    """Masks in addition to the method, a list of {level, low, high}. A token is left out if any of them excludes
     it."""
     reject_above: Positive | None = None
     """Leaves out sequences with a larger estimated KL per token between engine and actor."""

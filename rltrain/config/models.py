@@ -381,7 +381,7 @@ class Teacher(Evaluating):
 
 
 class Inference(Evaluating):
-    """Computes the actor's log-probs before an update on ranks of its own. It receives the actor's weights together
+    """Computes the actor's log-probs before an update, on separate ranks. It receives the actor's weights together
     with the rollout. On the actor's ranks, with the actor's layout, it is the actor itself."""
 
 

@@ -24,7 +24,7 @@ class Agent(Section):
     """Sandbox of the program. It allows access to the program's own files and the endpoint only. `none`: a plain
     process with limits."""
     readable: tuple[str, ...] = Field(default=(), strict=False)
-    """Folders the program may read, besides the working directory and those of Python and the system."""
+    """Folders the program may read, in addition to the working directory, Python and the system."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program."""
     limits: dict[str, Any] = Field(default_factory=dict)

@@ -160,8 +160,8 @@ class Checkpoint(Section):
     """Number of newest checkpoints to keep. `0`: all."""
     resume: Annotated[str, Words("auto, none, or the folder of a checkpoint")] = "auto"
     """`auto`: resumes from the newest intact checkpoint in checkpoint.dir, or starts from the beginning without one.
-    `none`: starts from the beginning. A folder: resumes from this checkpoint and sets aside later ones in
-    checkpoint.dir. A job restarted by torchrun resumes from its own checkpoints."""
+    `none`: starts from the beginning. A folder: resumes from this checkpoint and moves later ones in checkpoint.dir out
+    of the way. A job restarted by torchrun resumes from its own checkpoints."""
     asynchronous: bool = True
     """Writes checkpoints during training, from a copy on the host. `false`: training waits until all files are
     durable."""
@@ -190,7 +190,7 @@ class Wandb(Section):
 
 
 class Logging(Section):
-    """Records of the run besides metrics.jsonl."""
+    """Records of the run in addition to metrics.jsonl."""
 
     progress: bool = True
     """Prints the progress of the run."""

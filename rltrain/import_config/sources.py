@@ -240,7 +240,7 @@ class Framework:
     marks: Sequence[str]
     """Beginnings of modules, keys or flags that only this framework has."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
-    """Returns further keys from all commands of a script, besides the arguments of the training."""
+    """Returns keys from all commands of a script, in addition to the arguments of the training."""
 
     def mark_in(self, words: Sequence[str]) -> str | None:
         """Returns the first word of a command, or key of a file, with a mark of this framework."""

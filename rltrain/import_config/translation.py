@@ -240,7 +240,7 @@ def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Conv
 
 def by_pattern(told: str) -> dict[str, str]:
     """Returns the reason for every pattern of keys. `told` has lines of the form "reason: pattern pattern ...".
-    Indented lines continue the line before. "a.{b,c}" stands for two patterns."""
+    Indented lines continue the line before. "a.{b,c}" means two patterns."""
     reasons: dict[str, str] = {}
     for reason, _, patterns in (group.rpartition(": ") for group in re.split(r"\n(?! )", told.strip())):
         for prefix, _, names in (pattern.partition("{") for pattern in patterns.split()):
@@ -377,7 +377,7 @@ def text(value: Any) -> str:
 
 
 def top_k(value: Any) -> int:
-    """Returns the top_k. 0 stands for none."""
+    """Returns the top_k. 0 means none."""
     found = count(value)
     return 0 if found <= 0 or found >= VOCABULARY else found
 
