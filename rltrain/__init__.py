@@ -1,4 +1,4 @@
-"""Reinforcement-learning post-training of language models as one torchrun job. docs/python.md explains these names."""
+"""Reinforcement-learning post-training of language models as one torchrun job. docs/python.md describes these names."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ _WHERE = {
     "dry_run": "rltrain.cli.python_interface",
     "run": "rltrain.cli.python_interface",
 }
-"""Names that are imported when they are asked for."""
+"""The module of each public name. It is imported at the first use of the name."""
 
 
 def __getattr__(name: str) -> Any:

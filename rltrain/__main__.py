@@ -1,4 +1,4 @@
-"""python -m rltrain, and torchrun ... -m rltrain: the command `rltrain`."""
+"""The command `rltrain`, for python -m rltrain and torchrun ... -m rltrain."""
 
 import sys
 

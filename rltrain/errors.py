@@ -1,4 +1,4 @@
-"""Errors whose message is meant for the person who runs the job, printed without a traceback."""
+"""Errors with a message for the user. Commands print them without a traceback."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """A mistake the user can mend: says what was given, what was expected, and where to change it."""
+    """A mistake the user can correct. The message has the given and the expected value, and the place to change."""
 
 
 class ConfigError(UserError):
@@ -16,7 +16,8 @@ class ConfigError(UserError):
 def cannot_write(
     path: object, error: OSError, config_key: str = "output_dir", folder_key: str = "output_dir"
 ) -> ConfigError:
-    """For what a run was asked for under `config_key`, in the folder that `folder_key` names."""
+    """Returns the error for a path that cannot be written. `config_key` asks for it, and `folder_key` gives its
+    folder."""
     return ConfigError(
         f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
         "may write to"
@@ -25,7 +26,7 @@ def cannot_write(
 
 @contextmanager
 def writing(path: object, config_key: str = "output_dir") -> Iterator[None]:
-    """Raises `cannot_write` where what stands inside cannot write `path`."""
+    """Turns an OSError in the block into the error of `cannot_write`."""
     try:
         yield
     except OSError as error:
@@ -33,25 +34,25 @@ def writing(path: object, config_key: str = "output_dir") -> Iterator[None]:
 
 
 MOST_LISTED = 24
-"""Allowed values that a message lists before it counts the rest."""
+"""Most allowed values in a message. Further ones are only counted."""
 
 
 def listed(names: Iterable[object], most: int = MOST_LISTED) -> str:
-    """Returns the first names of a list, and how many more there are."""
+    """Returns the first `most` names, followed by the number of further ones."""
     texts = [str(name) for name in names]
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Returns the valid name that `name` was probably meant to be."""
+    """Returns the most similar valid name, or None if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(valid), n=1)), None)
 
 
 def one_of(given: object, allowed: Iterable[object], *, where: str = "") -> str:
-    """Returns "one of a, b, c (the nearest is b)" for a message about `given`, which is none of them.
+    """Returns "one of a, b, c (the nearest is b)" for a message about an unknown value `given`.
 
-    `where` names the page that lists all of them, for a list that may be too long for a message.
+    `where` is the page with all allowed values. It is mentioned if the list is too long for a message.
     """
     texts = [str(name) for name in allowed]
     notes = [f"{where} has all"] if where and len(texts) > MOST_LISTED else []
@@ -60,18 +61,18 @@ def one_of(given: object, allowed: Iterable[object], *, where: str = "") -> str:
 
 
 USER_ERROR, FAILED = 2, 1
-"""Exit statuses of commands and jobs: a mistake that the user can mend, anything else."""
+"""Exit statuses of commands and jobs: a mistake of the user, and any other failure."""
 
 
 def named_by(key: str) -> str:
-    """How a message says where a path was given: a key of the config, or an option or argument of a command."""
+    """Returns the words for the origin of a path in a message: a config key, or an option or argument of a command."""
     if key.startswith("--"):
         return f"option {key}"
     return f"argument {key}" if key.isupper() else f"config key {key}"
 
 
 class PlacementError(ConfigError):
-    """The placement does not fit the world, the roles or a parallel layout."""
+    """The placement does not fit the number of ranks, the roles or a parallel layout."""
 
 
 class CheckpointError(UserError):
@@ -79,7 +80,7 @@ class CheckpointError(UserError):
 
 
 class DataError(UserError):
-    """A prompt file is missing or a row of it cannot be used."""
+    """A prompt file is missing, or one of its rows cannot be used."""
 
 
 class RewardError(UserError):
@@ -91,40 +92,40 @@ class EpisodeError(UserError):
 
 
 class SandboxError(UserError):
-    """A program cannot be started in a sandbox, whatever it is."""
+    """A program cannot be started in a sandbox."""
 
 
 class StallError(UserError):
-    """A wait ran past its limit; the message names the task, the step and the ranks waited for."""
+    """A wait exceeded its limit. The message has the task, the step and the awaited ranks."""
 
 
 class ReplicaError(UserError):
-    """Ranks that hold the same part of a model hold different values."""
+    """Replicas of a model hold different values."""
 
 
 class ExchangeError(UserError):
-    """What a rank received of an experience is not what another one sent."""
+    """A rank received other experience than was sent to it."""
 
 
 class DivergenceError(UserError):
-    """A loss or gradient is not finite, or ranks that must agree do not."""
+    """A loss or gradient is not finite, or ranks disagree on a value."""
 
 
 class ParityError(UserError):
-    """Trainer and engine compute different things from the same weights."""
+    """Trainer and engine compute different results from the same weights."""
 
 
 class SyncError(UserError):
-    """A weight sync cannot go on: ranks disagree about what moves, or a rank is gone."""
+    """A weight sync failed: the ranks disagree about its content, or a rank is gone."""
 
 
 class SyncMismatchError(SyncError):
-    """After a weight sync a rank holds other values than the ranks that it has them from."""
+    """After a weight sync a rank holds other values than its senders."""
 
 
 class EngineError(UserError):
-    """A rollout engine in a process of its own cannot be started, refuses what it is asked, or has died too often."""
+    """The process of a rollout engine cannot be started, refuses a request, or has died too often."""
 
 
 class EngineLost(Exception):  # noqa: N818 - names what happened; never shown to users
-    """The server of a rollout engine died or stopped answering. Whoever holds the engine starts it anew."""
+    """The server of a rollout engine died or stopped answering. The owner of the engine restarts it."""

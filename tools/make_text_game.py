@@ -18,8 +18,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rltrain.cli.quickstart import EOS, PAD, character_tokenizer
-from rltrain.cli.tiny_model import Size, SpecialTokens, write_checkpoint
+from rltrain.cli.quickstart import EOS, PAD, Size, SpecialTokens, character_tokenizer, write_checkpoint
 from rltrain.environments.guess_number import GuessNumber
 from rltrain.environments.interface import Action
 

@@ -32,8 +32,8 @@ from rltrain.planning.options import DryRunOptions
 
 NO_SHAPE = "the name says no shape"
 REASONS = {
-    "no launch": "starts nothing that is known",
-    "keys without a counterpart": "change what is computed",
+    "no launch": "starts no command of",
+    "keys without a counterpart": "change results",
     "model family": "config.json: model_type",
     "model family of which transformers builds none": "transformers builds no causal",
     "model family whose model in transformers is refused": ": the family ",

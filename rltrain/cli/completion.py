@@ -1,4 +1,5 @@
-"""Completion of the command line: `source <(rltrain completion bash)`, or zsh; `rltrain completion fish | source`."""
+"""Prints completion for a shell: `source <(rltrain completion bash)`, the same for zsh, or `rltrain completion fish |
+source`."""
 
 import argparse
 import re
@@ -28,19 +29,19 @@ complete -F _rltrain rltrain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
+    """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done."""
+    """Prints the script. Returns the exit status, always 0."""
     sys.stdout.write(script(arguments.shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """What the shell is to read."""
+    """Returns the completion script for `shell`."""
     keys = [f"{key}=" for key in all_keys()]
     usages = "".join(parser_of(name).format_usage() for name in WITH_KEYS)
     options = [*dict.fromkeys(re.findall(r"--[\w-]+", usages))]

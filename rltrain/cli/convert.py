@@ -1,4 +1,4 @@
-"""What tools/convert_checkpoint.py and `rltrain convert` do."""
+"""The command `rltrain convert` and tools/convert_checkpoint.py."""
 
 import argparse
 import time
@@ -29,7 +29,8 @@ EXIT_DIFFERENT = 1
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done, 1 `verify` found a difference, 2 a mistake the user can mend."""
+    """Runs the subcommand. Returns the exit status: 0 for success, 1 if `verify` found a difference, 2 for a mistake of
+    the user."""
     status: int = arguments.run(arguments, join_processes())
     return status
 
@@ -108,9 +109,9 @@ def _refuse_other_format(path: Path, wanted: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
+    """Adds the description and the arguments of the command to the parser."""
     parser.description = (
-        "Convert checkpoints between Hugging Face and Megatron, export those of runs, and compare\nthem. "
+        "Converts checkpoints between Hugging Face and Megatron, exports those of runs, and compares\nthem. "
         "Under torchrun the work is split over its processes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -125,16 +126,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     for name, run, what in (
         ("megatron-to-hf", _megatron_to_hf, "write a Hugging Face checkpoint (safetensors)"),
-        ("run-to-hf", _run_to_hf, "the same of the actor in a run's checkpoint, adapters merged"),
+        ("run-to-hf", _run_to_hf, "write the actor of a run's checkpoint, with merged adapters"),
     ):
         to_hf = commands.add_parser(name, help=what)
         _add_conversion(to_hf, run)
         _add_hf_config(to_hf)
         to_hf.add_argument(
-            "--max-file-gb", type=_size, default=5.0, help="of a safetensors file, in 10^9 bytes (default 5)"
+            "--max-file-gb", type=_size, default=5.0, help="largest safetensors file, in 10^9 bytes (default 5)"
         )
 
-    inspect = commands.add_parser("inspect", help="say what a checkpoint holds, and whether it is complete")
+    inspect = commands.add_parser("inspect", help="describe a checkpoint and check that it is complete")
     inspect.set_defaults(run=_inspect)
     inspect.add_argument("path", type=Path, metavar="PATH")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors")
@@ -144,15 +145,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.set_defaults(run=_verify)
     verify.add_argument("a", type=Path, metavar="A")
     verify.add_argument("b", type=Path, metavar="B")
-    verify.add_argument("--dtype", choices=CHOICES, help="compare values as rounded to this type")
+    verify.add_argument("--dtype", choices=CHOICES, help="round values to this type before comparing")
     _add_hf_config(verify)
 
 
 def _add_conversion(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Processes], int]) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--input", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
-    parser.add_argument("--dtype", choices=CHOICES, help="of the converted tensors (default: that of the input)")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--dtype", choices=CHOICES, help="data type of the output (default: as in the input)")
 
 
 def _add_hf_config(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +161,7 @@ def _add_hf_config(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer, for checkpoints that were written without",
+        help="folder with config.json and tokenizer, for checkpoints without them",
     )
 
 

@@ -1,7 +1,7 @@
-"""The command `rltrain doctor`: what is installed and allowed on this machine, and how the nodes of a job reach each
-other. Under torchrun it examines all of them and prints one report.
+"""Checks the installed packages and the limits of this machine.
 
-Needs nothing but the standard library, so that it can say what else is missing.
+Under torchrun it checks all nodes of the job and the links between them, and prints one report. It needs only the
+standard library, so it can also report missing packages.
 """
 
 import argparse
@@ -21,39 +21,43 @@ from pathlib import Path
 from rltrain.cli.train import begin_as_rank
 from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 
-# The lines of the doctor's report.
+# Lines of the report.
 
 FINE, LACKING, MISSING, WRONG = "ok", "-", "MISSING", "WRONG"
 FAULTS = (MISSING, WRONG)
-"""What a job cannot run with, or not well."""
+"""States that prevent a job or slow it down."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """A line of the report."""
+
     what: str
     state: str
     detail: str
     compared: bool = False
-    """Whether it has to be the same on all nodes of a job."""
+    """True if the finding has to be the same on all nodes of a job."""
 
 
 def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yields the lines of the report."""
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         yield f"{finding.state:8}{finding.what:{width}}  {finding.detail}".rstrip()
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
+    """Returns whether a finding is a fault."""
     return any(finding.state in FAULTS for finding in findings)
 
 
-# What is installed here, what is missing, and what to do about it.
+# Installed and missing packages.
 
 NEEDED = (
     *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "pydantic"),
     *("pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn"),
 )
-"""The dependencies in pyproject.toml, which is not there in an installation."""
+"""The dependencies of pyproject.toml. An installed package does not include that file."""
 OPTIONAL = {
     "transformer-engine": "faster layers on NVIDIA GPUs",
     "wandb": "logging.wandb",
@@ -66,7 +70,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def what_is_installed(sglang_python: Path | None = None) -> Iterator[Finding]:
-    """`sglang_python`: rollout.sglang.python, which is asked whether it has SGLang."""
+    """Yields findings about Python, packages and devices. `sglang_python` is the interpreter to check for SGLang."""
     yield Finding("python", FINE, f"{platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}", True)
     for name in NEEDED:
         version = installed(name)
@@ -81,7 +85,7 @@ def what_is_installed(sglang_python: Path | None = None) -> Iterator[Finding]:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package; None where it is not there."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -89,15 +93,15 @@ def installed(name: str) -> str | None:
 
 
 def missing_packages() -> list[str]:
-    """The packages that jobs need and this Python lacks."""
+    """Returns the required packages missing in this Python."""
     return [name for name in NEEDED if installed(name) is None]
 
 
 def remedy() -> str:
-    """A sentence with the commands that bring what is missing."""
+    """Returns a sentence with the commands to install missing packages."""
     return (
-        f"In the checkout, `{sys.executable} -m pip install -e .` installs what is missing here, and "
-        "`bash launch/quickstart.sh` makes .venv with all of it"
+        f"To install them run `{sys.executable} -m pip install -e .` in the checkout, or `bash launch/quickstart.sh` "
+        "for a .venv with all packages"
     )
 
 
@@ -111,18 +115,18 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPUs", WRONG, f"unknown: torch is installed, but cannot be imported: {error}")
         return
     if not torch.cuda.is_available():
-        yield Finding("GPUs", LACKING, f"none that torch {torch.__version__} sees: jobs run on CPUs, over gloo", True)
+        yield Finding("GPUs", LACKING, f"torch {torch.__version__} finds none; jobs run on CPUs over gloo", True)
         return
     count = torch.cuda.device_count()
     names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
     yield Finding("GPUs", FINE, f"{count} of {', '.join(names)}", True)
     yield Finding("CUDA", FINE, str(torch.version.cuda), True)
     yield Finding("NCCL", FINE, ".".join(map(str, torch.cuda.nccl.version())), True)
-    yield Finding("driver", FINE, nvidia_driver() or f"not told by {NVIDIA_DRIVER}", True)
+    yield Finding("driver", FINE, nvidia_driver() or f"unknown, not in {NVIDIA_DRIVER}", True)
 
 
 def nvidia_driver() -> str | None:
-    """The version of the loaded kernel module; None where there is none."""
+    """Returns the version of the loaded kernel module, or None without one."""
     try:
         words = NVIDIA_DRIVER.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -131,20 +135,20 @@ def nvidia_driver() -> str | None:
 
 
 def _apex() -> Finding:
-    """The package of that name on the index is another project's, so its parts are looked for."""
+    """Looks for NVIDIA's apex by its parts. The package of that name on PyPI is another project."""
     found = importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.optimizers") is not None
     return Finding("apex", FINE if found else LACKING, "NVIDIA's" if found else "not installed (not needed)", True)
 
 
 def _sandbox() -> Finding:
     found = shutil.which("bwrap")
-    return Finding("bubblewrap", FINE if found else LACKING, found or "not installed; env.agent and tools have others")
+    return Finding("bubblewrap", FINE if found else LACKING, found or "not installed; other sandboxes are used")
 
 
 def _sglang(python: Path | None) -> Finding:
     if python is None:
         version = installed("sglang")
-        told = version or "not beside rltrain; --sglang-python asks another interpreter (rollout.engine: sglang)"
+        told = version or "not in this Python; for rollout.engine: sglang check another one with --sglang-python"
         return Finding("sglang", FINE if version else LACKING, told, True)
     program = "import importlib.metadata; print(importlib.metadata.version('sglang'))"
     try:
@@ -152,21 +156,21 @@ def _sglang(python: Path | None) -> Finding:
     except OSError as error:
         return Finding("sglang", MISSING, f"{python}: {error.strerror}")
     if done.returncode:
-        return Finding("sglang", MISSING, f"{python} has none: pip install -r launch/constraints-sglang.txt")
+        return Finding("sglang", MISSING, f"not installed for {python}: pip install -r launch/constraints-sglang.txt")
     return Finding("sglang", FINE, done.stdout.strip(), True)
 
 
-# What the system lets a job use: open files, locked memory, shared memory, disk.
+# Limits of the system: open files, locked memory, shared memory and disk.
 
 FEWEST_FILES = 4096
-"""A rank has a connection to every other rank of its groups, a file per checkpoint share, pipes of its workers."""
+"""Open files for a rank: a connection to every other rank of its groups, checkpoint files and pipes of workers."""
 LEAST_SHARED_GB = 1.0
-"""NCCL and SGLang's processes keep buffers there; containers have 0.06 by default."""
+"""Shared memory for buffers of NCCL and SGLang's processes. Containers have 0.06 GB by default."""
 LEAST_DISK_GB = 1.0
 
 
 def what_is_allowed(folders: list[Path]) -> Iterator[Finding]:
-    """`folders` and the one for temporary files are asked how much they can take."""
+    """Yields findings about limits. `folders` and the folder of temporary files are checked for free space."""
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield room("shared memory", SHARED_MEMORY, LEAST_SHARED_GB, "; in a container: --ipc host or --shm-size")
@@ -175,14 +179,15 @@ def what_is_allowed(folders: list[Path]) -> Iterator[Finding]:
 
 
 def open_files(soft: int, hard: int) -> Finding:
+    """Checks the limit of open files. `soft` is the present limit, and `hard` the largest one allowed."""
     if 0 <= soft < FEWEST_FILES:
-        told = f"{soft} per process; expected {FEWEST_FILES} or more: ulimit -n (up to {hard} without more rights)"
+        told = f"{soft} per process; expected {FEWEST_FILES} or more: ulimit -n (up to {hard} without further rights)"
         return Finding("open files", WRONG, told)
     return Finding("open files", FINE, "any number" if soft == resource.RLIM_INFINITY else f"{soft} per process")
 
 
 def locked_memory(soft: int) -> Finding:
-    """A network card reads and writes memory that is locked; without one nothing is."""
+    """Checks the limit of locked memory. Only network cards with direct memory access need it."""
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", FINE, "any amount")
     told = f"{gigabytes(soft)} per process; InfiniBand and RoCE need ulimit -l unlimited"
@@ -190,10 +195,10 @@ def locked_memory(soft: int) -> Finding:
 
 
 def room(what: str, folder: Path, least_gb: float, remedy: str = "") -> Finding:
-    """How much can be written to `folder`."""
+    """Checks the space left in `folder`."""
     what = f"{what}, {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(what, WRONG, f"read-only for this user, or not there{remedy}")
+        return Finding(what, WRONG, f"missing, or not writable for this user{remedy}")
     free = free_bytes(folder)
     if free < least_gb * 1e9:
         return Finding(what, WRONG, f"{gigabytes(free)} free; expected {least_gb:g} GB or more{remedy}")
@@ -205,7 +210,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status: 0 a job could run here, 1 something that jobs need is missing or wrong."""
+    """Runs the command. Returns the exit status: 0 if jobs can run here, 1 if something is missing or wrong."""
     begin_as_rank()
     if "RANK" in os.environ:
         from rltrain.cli.doctor_job import examine_job
@@ -224,14 +229,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
+    """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
-    parser.add_argument("--sglang-python", type=Path, help="rollout.sglang.python, to ask whether it has SGLang")
+    parser.add_argument("--sglang-python", type=Path, help="interpreter to check for SGLang (rollout.sglang.python)")
     parser.add_argument(
         "--shared",
         type=Path,
         action="append",
         metavar="DIR",
-        help="a folder that all nodes are to share, such as checkpoint.dir; may be repeated (default: this folder)",
+        help="folder shared by all nodes, such as checkpoint.dir; repeatable (default: this folder)",
     )
-    parser.add_argument("--mb", type=int, default=64, help="how much is sent over links and written (default 64)")
+    parser.add_argument("--mb", type=int, default=64, help="megabytes to send over links and to write (default 64)")

@@ -1,4 +1,4 @@
-"""The doctor's part in a job of ranks: links, clocks, storage and implementations of all nodes."""
+"""The doctor under torchrun: checks links, clocks, storage and implementations on all nodes."""
 
 import logging
 import os
@@ -32,18 +32,19 @@ from rltrain.runtime.nodes import VISIBLE_WITHIN_S, Compared, NodeBoard, Spoken,
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World, join_world, start_process_groups
 
-# How fast ranks reach each other: within every node, and between every two of them.
+# The bandwidth of links within every node and between every two nodes.
 
 NUM_REPETITIONS = 3
 SLOW_SHARE = 0.5
-"""Of the median of all links between nodes: a slower one is a fault."""
+"""Share of the median bandwidth of links between nodes. A slower link is a fault."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bandwidths per rank: bytes that it must send, by the algorithm that sends fewest, over the slowest rank's time.
+    """The bandwidths of a link in GB/s per rank. They are the fewest bytes a rank has to send, over the time of the
+    slowest rank.
 
-    `nodes` has one number for the ranks of a node among themselves. `failure` is empty where they reach each other.
+    `nodes` has one number for links within a node. `failure` is empty if the ranks reach each other.
     """
 
     nodes: tuple[int, ...]
@@ -53,7 +54,8 @@ class Link:
 
 
 def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of `count` nodes, once each, in rounds in which no node is in two: a round-robin tournament."""
+    """Yields rounds with all pairs of `count` nodes, each pair once. No node is in two pairs of a round (round-robin
+    tournament)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -63,9 +65,10 @@ def rounds_of_pairs(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_links(world: World, num_bytes: int, timeout_s: float) -> list[Link] | None:
-    """On rank 0; None on the others. `num_bytes` is what a rank has to reduce, or to send. Collective over: all ranks.
+    """Measures all links with `num_bytes` per rank to reduce or to send. Returns them on rank 0, and None on all other
+    ranks. Collective over: all ranks.
 
-    Communicators of a round are gone before those of the next one are made.
+    The communicators of a round are closed before the next round.
     """
     rounds: list[list[tuple[int, ...]]] = [
         [(node,) for node in range(world.num_nodes)] if world.ranks_per_node > 1 else []
@@ -87,7 +90,7 @@ def measure_links(world: World, num_bytes: int, timeout_s: float) -> list[Link] 
 
 
 def slow_links(links: Sequence[Link]) -> list[Link]:
-    """Those between nodes that are much slower than most."""
+    """Returns the links between nodes much slower than the median."""
     between = [link for link in links if len(link.nodes) == 2 and not link.failure]
     if not between:
         return []
@@ -102,7 +105,7 @@ def _ranks_of(nodes: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
 def _measure_round(
     world: World, links: dict[tuple[int, ...], tuple[int, ...]], num_bytes: int, timeout_s: float
 ) -> Iterator[Link]:
-    """This rank's, if it is on one."""
+    """Yields the link of this rank, if the round has one."""
     mine = next((nodes for nodes, ranks in links.items() if world.rank in ranks), None)
     lists = [*links.values()]
     try:
@@ -134,7 +137,7 @@ def _measure(
 
 
 def _seconds(run: Callable[[], object], cpu: dist.ProcessGroup, device: torch.device) -> float:
-    """Of the fastest of a few, by the slowest rank; connections are made before."""
+    """Returns the time of the fastest of a few runs, on the slowest rank. A first run makes the connections."""
     taken = []
     for _ in range(1 + NUM_REPETITIONS):
         dist.barrier(group=cpu)
@@ -148,26 +151,27 @@ def _seconds(run: Callable[[], object], cpu: dist.ProcessGroup, device: torch.de
     return min(taken[1:])
 
 
-# Whether nodes see what others write to a folder, and how fast it is.
+# Visibility and speed of files in a shared folder.
 
 BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder as one node has it."""
+    """The results of a folder on one node."""
 
     write_gb_s: float = 0.0
-    """Until the file is durable."""
+    """Bandwidth of writing until the file is durable."""
     read_gb_s: float = 0.0
-    """Of the next node's file, which only the file system's own server may have in memory."""
+    """Bandwidth of reading the next node's file. At most the file server has it in memory."""
     unseen: tuple[int, ...] = ()
-    """Nodes whose files do not come to be seen here."""
+    """Nodes with files invisible to this node."""
     failure: str = ""
 
 
 def try_storage(world: World, folder: Path, num_bytes: int) -> list[Storage] | None:
-    """By node, on rank 0; None on the others. Every node writes a file and reads the others'; all are removed.
+    """Tests a folder: every node writes a file and reads the next node's file. All files are removed. Returns the
+    results by node on rank 0, and None on all other ranks.
 
     Collective over: the first ranks of all nodes.
     """
@@ -195,7 +199,7 @@ def try_storage(world: World, folder: Path, num_bytes: int) -> list[Storage] | N
 
 
 def _write(path: Path, num_bytes: int) -> tuple[float, str]:
-    """(GB/s, why it failed)."""
+    """Returns (GB/s, reason of a failure). The reason is empty after success."""
     block, start = os.urandom(BLOCK_BYTES), time.perf_counter()
     try:
         with path.open("wb") as file:
@@ -220,16 +224,18 @@ def _read(path: Path, num_bytes: int) -> float:
     return num_bytes / (time.perf_counter() - start) / 1e9
 
 
-# How far the clocks of nodes are apart.
+# The differences between the clocks of nodes.
 
 NUM_QUESTIONS = 8
 LARGEST_SKEW_S = 1.0
-"""Ranks tell how long others have been at work by the clock, and logs of nodes are read side by side."""
+"""Largest tolerated difference. Ranks compare times of work by the clock, and users compare logs of nodes."""
 
 
 def skew_s(world: World) -> float | None:
-    """Seconds by which rank 0's clock is ahead of this node's, as far as the network tells: half of the fastest of a
-    few round trips. 0 on rank 0; None on ranks that are not the first of their node. Collective over: the first ranks.
+    """Returns the seconds by which rank 0's clock is ahead of this node's.
+
+    The error is at most half of the fastest of a few round trips. Returns 0 on rank 0, and None on ranks that are not
+    the first of their node. Collective over: the first ranks of all nodes.
     """
     if world.local_rank:
         return None
@@ -262,16 +268,17 @@ def _answer(rank: int) -> None:
         dist.send(now, rank)
 
 
-# What the doctor found of all nodes of a job together.
+# The report about all nodes.
 
 MOST_LINKS = 28
-"""That are listed one by one: all of 8 nodes. Of more, so many of the slowest."""
+"""Most links in the report: all links of 8 nodes. With more nodes only the slowest are listed."""
 
 
 def merged(by_node: Sequence[Sequence[Finding]], nodes: Compared) -> Iterator[Finding]:
-    """What nodes have found of themselves: once where they agree, else once for each answer, with the nodes it is of.
+    """Yields the findings of all nodes. Equal findings are merged into one. Different ones have the names of their
+    nodes.
 
-    A fault where they do not agree on what has to be the same.
+    A difference is a fault if the finding has to be equal on all nodes.
     """
     everyone = range(len(by_node))
     for what in dict.fromkeys(finding.what for findings in by_node for finding in findings):
@@ -290,7 +297,8 @@ def merged(by_node: Sequence[Sequence[Finding]], nodes: Compared) -> Iterator[Fi
 
 
 def of_links(links: Sequence[Link], nodes: Compared) -> Iterator[Finding]:
-    """Failed ones, and those much slower than most, are faults. The slowest between nodes is named."""
+    """Yields findings about links. Failed links and links much slower than most are faults. The last one names the
+    slowest link between nodes."""
     slow = slow_links(links)
     between = [link for link in links if len(link.nodes) == 2 and not link.failure]
     for link in _listed(links):
@@ -307,23 +315,24 @@ def of_links(links: Sequence[Link], nodes: Compared) -> Iterator[Finding]:
 
 
 def of_clocks(skews_s: Sequence[float], nodes: Compared) -> Iterator[Finding]:
-    """`skews_s` is by node, against the first one's clock."""
+    """Yields the finding about clocks. `skews_s` has the difference to the first node's clock for each node."""
     if len(skews_s) == 1:
         return
     furthest = max(range(len(skews_s)), key=lambda node: abs(skews_s[node]))
     far = abs(skews_s[furthest])
-    told = f"at most {far:.3g} s apart from node 0's, that of {nodes.name([furthest])}"
+    told = f"at most {far:.3g} s from the clock of node 0, on {nodes.name([furthest])}"
     yield Finding("clocks", WRONG if far > LARGEST_SKEW_S else FINE, told)
 
 
 def of_storage(folder: str, by_node: Sequence[Storage], nodes: Compared) -> Iterator[Finding]:
+    """Yields the findings about a folder: faults of nodes, or else the speed of the slowest node."""
     what = f"storage, {folder}"
     faulty = False
     for node, storage in enumerate(by_node):
         if storage.failure:
             yield Finding(what, WRONG, f"{storage.failure}, on {nodes.name([node])}")
         if storage.unseen:
-            told = f"{nodes.name([node])} does not see what is written on {nodes.name(storage.unseen)}"
+            told = f"{nodes.name([node])} does not see files written on {nodes.name(storage.unseen)}"
             yield Finding(what, WRONG, told)
         faulty = faulty or bool(storage.failure or storage.unseen)
     if not faulty:
@@ -340,14 +349,14 @@ def _listed(links: Sequence[Link]) -> Sequence[Link]:
     return sorted(links, key=lambda link: (not link.failure, link.all_to_all_gb_s))[:MOST_LINKS]
 
 
-# Which of several implementations a job would take here, and why.
+# The implementations used by a job on this machine.
 
 
 def paths_taken() -> Iterator[Finding]:
-    """Of a model with the default settings."""
+    """Yields the implementations used by a model with default settings, with reasons."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    yield Finding("collectives", FINE, "NCCL, and gloo for what lies on the host" if on_gpu else "gloo: no GPU")
+    yield Finding("collectives", FINE, "NCCL on GPUs, gloo on the host" if on_gpu else "gloo: no GPU")
     yield _layers(device)
     yield from (_copies(device_type) for device_type in ("cpu", "cuda"))
     yield _between_ranks(on_gpu)
@@ -364,7 +373,7 @@ def _layers(device: torch.device) -> Finding:
 
 
 def _copies(device_type: str) -> Finding:
-    """What packs and unpacks weights in a sync."""
+    """Returns the implementation for packing and unpacking weights in a sync."""
     what = f"copies of weights, {device_type}"
     if native.mode() == "off":
         return Finding(what, LACKING, f"torch operations: {native.VARIABLE} is off", True)
@@ -380,18 +389,19 @@ def _between_ranks(on_gpu: bool) -> Finding:
     if on_gpu:
         return Finding(what, FINE, "NCCL")
     if shared_memory.AVAILABLE:
-        return Finding(what, FINE, "memory that they share")
-    return Finding(what, LACKING, "gloo: this system has no memory without a name (memfd_create)")
+        return Finding(what, FINE, "shared memory")
+    return Finding(what, LACKING, "gloo: this system lacks memfd_create")
 
 
-# The doctor's part in a job of ranks: every node says what it has, links are measured, rank 0 prints one report.
+# The doctor in a job of ranks. Rank 0 prints the report of all nodes.
 
 WAIT_S = 60.0
-"""For ranks to start, and for any answer of another node."""
+"""Seconds for ranks to start, and for any answer of another node."""
 
 
 def examine_job(sglang_python: Path | None, shared: list[Path], num_bytes: int) -> int:
-    """Exit status, the same on all ranks: 1 where there is a fault. Collective over: all ranks."""
+    """Checks all nodes and prints the report on rank 0. Returns the exit status on all ranks: 1 if there is a fault.
+    Collective over: all ranks."""
     world = join_world(WAIT_S)
     logging.basicConfig(level=logging.ERROR)
     try:
@@ -410,7 +420,7 @@ def examine_job(sglang_python: Path | None, shared: list[Path], num_bytes: int) 
 
 
 def _examine(world: World, sglang_python: Path | None, shared: list[Path], num_bytes: int) -> list[Finding] | None:
-    """On rank 0; None on the others."""
+    """Returns the findings on rank 0, and None on all other ranks. Collective over: all ranks."""
     mine = _of_this_node(sglang_python, shared) if world.local_rank == 0 else []
     board = NodeBoard(world, "findings")
     if board.speaks:

@@ -1,4 +1,4 @@
-"""The command `evaluate`, and how it makes a config for training one for an evaluation."""
+"""The command `evaluate`. It turns a config for training into one for evaluation."""
 
 import argparse
 import json
@@ -15,13 +15,14 @@ from rltrain.errors import UserError
 from rltrain.observability.run_logs import EXPORTS
 from rltrain.tasks.roles import rewarding_roles
 
-# What launch/evaluate.py and `rltrain evaluate` do.
+# The commands launch/evaluate.py and `rltrain evaluate`.
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
+    """Runs the evaluation on this rank. Returns the exit status: 0 for success, 2 for a mistake of the user, 1 for
+    anything else."""
     if "RANK" not in os.environ:
-        raise UserError("start me with torchrun --nproc-per-node N, on one rank or more")
+        raise UserError("start this script with torchrun --nproc-per-node N")
     begin_as_rank()
     overrides = _overrides(arguments)
     from rltrain.trainer import run_job
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace, worlds: Sequence[tuple[int, int]]) -> None:
-    """Refuse what `run` of the same arguments would refuse on the ranks of each of `worlds`, without any."""
+    """Checks the arguments of `run` before any rank is started. Raises UserError if all `worlds` would be refused."""
     check_job(arguments.config, _overrides(arguments), worlds)
 
 
@@ -41,19 +42,19 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
-    parser.description = "Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config."
+    """Adds the description and the arguments of the command to the parser."""
+    parser.description = "Evaluates a Hugging Face checkpoint on data.eval and evaluation.sets of a config."
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     parser.add_argument("--config", type=Path, required=True, help="YAML file, as for launch/train.py")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="for evaluation.json, metrics and samples; by default <output_dir>/evaluations/<name of the checkpoint>",
+        help="folder for evaluation.json, metrics and samples (default: <output_dir>/evaluations/<checkpoint>)",
     )
 
 
-# What makes of a config for training one for an evaluation alone.
+# The config of the evaluation.
 
 KEPT = frozenset(
     {
@@ -61,21 +62,23 @@ KEPT = frozenset(
         *rewarding_roles(),
     }
 )
-"""Sections that mean the same without training; of the others the defaults are as good as anything."""
+"""Sections with the same meaning without training. All other sections are reset to their defaults."""
 
 
 def _name_of(checkpoint: Path) -> str:
-    """Returns the name of a checkpoint's folder, with that of the run where every run has such a folder."""
+    """Returns the name of a checkpoint's folder. It includes the run for folders with the same name in every run."""
     run = checkpoint.parent.parent if checkpoint.parent.name == "hf_steps" else checkpoint.parent
     is_export = checkpoint.name in EXPORTS or checkpoint.parent.name == "hf_steps"
     return f"{run.name}_{checkpoint.name}" if is_export else checkpoint.name
 
 
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, output: Path | None) -> list[str]:
-    """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
-    what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
-    has such, unless `given` places them otherwise; engines are those of role evaluation, where the config has such.
-    Raises ConfigError, and CheckpointError where `checkpoint` is neither a folder nor can be a name on the hub."""
+    """Returns overrides of the config file at `path` for one evaluation of `checkpoint`. They include `given`.
+
+    All ranks host rollout and reward, and if configured env and the models of the reward, unless `given` places them.
+    Engines are those of role evaluation if it is configured. Raises ConfigError if the config is wrong, and
+    CheckpointError if `checkpoint` is neither a folder nor a name on the hub.
+    """
     from rltrain.data.hub import named_checkpoint  # loads pyarrow, which no help needs
 
     found = named_checkpoint(checkpoint, "--checkpoint")
@@ -111,7 +114,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
 
 
 def _sections() -> set[str]:
-    """Of the config, those that may be left out."""
+    """Returns the optional sections of the config."""
     fields = Config.model_fields.items()
     return {name for name, field in fields if not field.is_required() and section_of(field.annotation) is not None}
 

@@ -1,4 +1,4 @@
-"""The command `rltrain`: one name and one parser for everything that launch/ and tools/ do."""
+"""The command `rltrain`, with one name and one parser for all scripts in launch/ and tools/."""
 
 import argparse
 import importlib
@@ -24,18 +24,23 @@ from rltrain.runtime.machine import leave_for_launcher
 
 @dataclass(frozen=True)
 class Subcommand:
-    """`module` has add_arguments(parser) and run(arguments), which returns the exit status, and is imported when it is
-    asked for. `before` are arguments that it is given first."""
+    """A subcommand. Its module is imported at its first use.
+
+    `module` has add_arguments(parser) and run(arguments). The latter returns the exit status. `before` are arguments in
+    front of the given ones.
+    """
 
     module: str
     help: str
     before: tuple[str, ...] = ()
     starts_ranks: Literal["never", "always", "if asked"] = "never"
-    """Whether it is a job of ranks, which are started where torchrun has not; if asked: by an option of torchrun's.
-    Where it always is, `module` has check(arguments, worlds) too, which refuses before any rank is started what each of
-    the worlds, pairs of their ranks and those of a node, would refuse."""
+    """Decides whether the subcommand starts ranks through torchrun. "if asked" requires an option of torchrun.
+
+    With "always" the module also has check(arguments, worlds). It raises the refusals of the ranks before any rank is
+    started. A world is a pair of the number of ranks and the ranks of a node.
+    """
     takes_keys: bool = False
-    """Whether it takes config keys, which may stand anywhere among its options."""
+    """True if the subcommand accepts config keys anywhere among its options."""
 
 
 SUBCOMMANDS = {
@@ -43,40 +48,38 @@ SUBCOMMANDS = {
         "rltrain.cli.train", "train a model: --config FILE [key=value ...]", starts_ranks="always", takes_keys=True
     ),
     "dry-run": Subcommand(
-        "rltrain.cli.train", "what a job would do, without a GPU: --config FILE", ("--dry-run",), "always", True
+        "rltrain.cli.train", "print what a job would do, without a GPU: --config FILE", ("--dry-run",), "always", True
     ),
     "import-config": Subcommand(
-        "rltrain.import_config.command", "a config or launch script of another trainer as ours"
+        "rltrain.import_config.command", "convert a config or launch script of another trainer"
     ),
-    "convert": Subcommand("rltrain.cli.convert", "checkpoints between Hugging Face and Megatron"),
+    "convert": Subcommand("rltrain.cli.convert", "convert checkpoints between Hugging Face and Megatron"),
     "evaluate": Subcommand("rltrain.cli.evaluate", "evaluate a checkpoint", starts_ranks="always", takes_keys=True),
-    "serve": Subcommand("rltrain.cli.serve", "serve a checkpoint by HTTP"),
-    "report": Subcommand("rltrain.cli.report", "a page and a trace of what became of a run"),
-    "doctor": Subcommand(
-        "rltrain.cli.doctor", "what machines have, lack and allow, and how they are linked", starts_ranks="if asked"
-    ),
-    "make-quickstart": Subcommand("rltrain.cli.quickstart", "a tiny model and its problems"),
-    "schema": Subcommand("rltrain.config.json_schema", "the JSON schema of config files"),
-    "completion": Subcommand("rltrain.cli.completion", "completion for bash, zsh or fish"),
+    "serve": Subcommand("rltrain.cli.serve", "serve a checkpoint over HTTP"),
+    "report": Subcommand("rltrain.cli.report", "write a report page and a trace of a run"),
+    "doctor": Subcommand("rltrain.cli.doctor", "check machines, packages and network links", starts_ranks="if asked"),
+    "make-quickstart": Subcommand("rltrain.cli.quickstart", "write a tiny model and training problems"),
+    "schema": Subcommand("rltrain.config.key_reference", "print the JSON schema of config files"),
+    "completion": Subcommand("rltrain.cli.completion", "print completion for bash, zsh or fish"),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of every command, which says in one line what is wrong with a call."""
+    """The parser of every command. It reports a wrong call in one line."""
 
     def __init__(self, *, takes_keys: bool = False, **given: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **given)
         self.takes_keys = takes_keys
 
     def error(self, message: str) -> NoReturn:
+        """Exits with the message on one line."""
         is_key = self.takes_keys and message.startswith("unrecognized arguments")
         hint = "config keys are given without dashes, such as steps=5" if is_key else f"see {self.prog} --help"
         sys.exit(refuse(f"{self.prog}: error: {message}; {hint}"))
 
 
 def refuse(message: str) -> int:
-    """Prints `message`, of several ranks once for each node, and leaves it for torchrun's summary. Returns the exit
-    status."""
+    """Prints `message` once per node and stores it for torchrun's summary. Returns the exit status."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     leave_for_launcher(message)
@@ -84,7 +87,7 @@ def refuse(message: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
+    """Runs `rltrain`. Returns the exit status: 0 for success, 2 for a mistake of the user, 1 for anything else."""
     arguments = [*(sys.argv[1:] if argv is None else argv)]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_of_all(), end="")
@@ -95,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_script(name: str, argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand `name` for a script, whose file name messages begin with and which starts no ranks."""
+    """Runs the subcommand `name` for a script. Its messages begin with the file name of the script. It starts no
+    ranks."""
     return _refusing(name, sys.argv[1:] if argv is None else argv, Path(sys.argv[0]).name)
 
 
@@ -120,7 +124,7 @@ def _run(name: str, argv: Sequence[str], script: str | None) -> int:
     is_dry_run = vars(arguments).get("dry_run", False)
     if is_asked and (script or ("RANK" in os.environ and not is_dry_run)):
         raise UserError(
-            "--nproc-per-node and --nnodes: the command `rltrain` alone takes them; expected torchrun "
+            "--nproc-per-node and --nnodes are options of the command `rltrain` only; expected torchrun "
             f"--nproc-per-node N {script or f'rltrain {name}'}"
             + (", or --dry-run --world-size W" if "dry_run" in arguments else "")
         )
@@ -138,14 +142,14 @@ def _run(name: str, argv: Sequence[str], script: str | None) -> int:
 
 
 def parsed(name: str, argv: Sequence[str], script: str | None = None) -> argparse.Namespace:
-    """Returns what the arguments of a subcommand say, torchrun's options apart; exits where they are wrong."""
+    """Returns the parsed arguments of a subcommand, without torchrun's options. Exits if they are wrong."""
     parser = parser_of(name, script)
     parse = parser.parse_intermixed_args if parser.takes_keys else parser.parse_args
     return parse([*SUBCOMMANDS[name].before, *argv])
 
 
 def parser_of(name: str, script: str | None = None) -> Parser:
-    """Returns the parser of a subcommand, whose module is imported."""
+    """Returns the parser of a subcommand. Imports its module."""
     subcommand = SUBCOMMANDS[name]
     parser = Parser(prog=script or f"rltrain {name}", takes_keys=subcommand.takes_keys)
     importlib.import_module(subcommand.module).add_arguments(parser)
@@ -157,7 +161,7 @@ def parser_of(name: str, script: str | None = None) -> Parser:
 
 
 def help_of_all() -> str:
-    """Returns the help of `rltrain`, for which no subcommand is imported."""
+    """Returns the help of `rltrain`. It imports no subcommand."""
     parser = Parser(prog="rltrain")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, subcommand in SUBCOMMANDS.items():

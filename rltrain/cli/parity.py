@@ -1,4 +1,4 @@
-"""Runs the trainer's model, the engine's and transformers' on the same tokens, and compares them stage by stage."""
+"""Compares the models of the trainer, the engine and transformers on the same tokens, stage by stage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,19 +25,19 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 
-# What a model makes of some samples, at every stage.
+# Outputs of a model for some samples at every stage.
 
 Samples = tuple[tuple[int, ...], ...]
-"""Token ids of each; two or more."""
+"""Token ids of each sample, two or more."""
 States = dict[str, Tensor]
-"""By stage, fp32 on the host, for the tokens of all samples, end to end: [tokens, values]. Log-probs are [tokens], of
-each token's follower, 0 at a sample's last."""
+"""Values by stage in fp32 on the host, shape [tokens, values]. All samples are concatenated. Log-probs have shape
+[tokens] and belong to the next token, with 0 for a sample's last token."""
 Run = Callable[["Checked", Samples], States]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A checkpoint, and how it is computed with: `model` has its folder and types."""
+    """A checkpoint and its settings. `model` has its folder and data types."""
 
     model: schema.Model
     device: str
@@ -48,18 +48,19 @@ class Checked:
 
 
 class Notes:
-    """What stages put out, call after call."""
+    """Collects the outputs of stages over several calls."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, stage: str, hidden: Tensor | tuple[Tensor, ...]) -> None:
-        """[..., values]; of several tensors the first."""
+        """Adds an output of shape [..., values]. From a tuple it takes the first tensor."""
         values = hidden[0] if isinstance(hidden, tuple) else hidden
         self._values.setdefault(stage, []).append(values.detach().flatten(0, -2).float().cpu().clone())
 
     def watch(self, embedding: Any, layers: Iterable[tuple[Any, Any]], final_norm: Any) -> None:
-        """Have modules tell what they put out in every forward pass; `layers` come with the norms before their MLPs."""
+        """Registers hooks that collect the outputs of modules in every forward pass. `layers` are pairs of a layer and
+        the norm before its MLP."""
         embedding.register_forward_hook(lambda module, given, made: self.add(EMBEDDING, made))
         for index, (layer, norm) in enumerate(layers):
             attention, mlp = stages_of_layer(index)
@@ -68,24 +69,24 @@ class Notes:
         final_norm.register_forward_hook(lambda module, given, made: self.add(FINAL_NORM, made))
 
     def watch_decoder(self, decoder: Any) -> None:
-        """`watch` of transformers' modules."""
+        """Calls `watch` with the modules of transformers."""
         layers = [(layer, layer.post_attention_layernorm) for layer in decoder.layers]
         self.watch(decoder.embed_tokens, layers, decoder.norm)
 
     def states(self, samples: Samples) -> States:
-        """With the log-probs that follow from the logits."""
+        """Returns the collected values, with log-probs computed from the logits."""
         states = {stage: torch.cat(values) for stage, values in self._values.items()}
         return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
 
 
 def stages(num_layers: int) -> list[str]:
-    """In the order of a forward pass."""
+    """Returns the names of the stages, in the order of a forward pass."""
     of_layers = [stage for index in range(num_layers) for stage in stages_of_layer(index)]
     return [EMBEDDING, *of_layers, FINAL_NORM, LOGITS, LOGPROBS]
 
 
 def next_token_logprobs(logits: Tensor, samples: Samples) -> Tensor:
-    """[tokens] from logits [tokens, vocabulary] of all samples."""
+    """Returns log-probs of shape [tokens] from logits of shape [tokens, vocabulary] for all samples."""
     parts = []
     for of_sample, tokens in zip(logits.split([len(sample) for sample in samples]), samples, strict=True):
         labels = of_sample.new_tensor(tokens[1:]).long()[:, None]
@@ -93,43 +94,46 @@ def next_token_logprobs(logits: Tensor, samples: Samples) -> Tensor:
     return torch.cat(parts)
 
 
-# How far two models are apart at every stage, and where they part.
+# The differences between two models at every stage.
 
 THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-"""By model.dtype: relative differences that nothing but rounding stays below in models of usual depth."""
+"""Largest relative difference from rounding alone, in models of usual depth, by model.dtype."""
 
 
 @dataclass(frozen=True)
 class Difference:
+    """The difference between two models at one stage."""
+
     stage: str
     relative: float
-    """Norm of the difference over that of the first model's values; not finite where either has values that are not."""
+    """Norm of the difference over the norm of the first model's values. Not finite if some values are not."""
     largest: float
     token: int
-    """Where the largest is, counted over all samples end to end."""
+    """Index of the token with the largest difference, over all concatenated samples."""
 
 
 @dataclass(frozen=True)
 class LogprobDifference:
-    """Of tokens given those before them."""
+    """Differences of the log-probs of tokens given the tokens before."""
 
     mean: float
     largest: float
     kl: float
-    """Estimated of the second model from the first, as checks.max_kl has it, if the second drew the tokens."""
+    """Estimated KL of the second model from the first, as in checks.max_kl, for tokens sampled by the second."""
 
 
 def differences(first: States, second: States, stages: Sequence[str]) -> list[Difference]:
-    """In the order of `stages`, of those that both have."""
+    """Returns the differences for `stages` in both models, in the same order."""
     return [_difference(stage, first[stage], second[stage]) for stage in stages if stage in first and stage in second]
 
 
 def first_beyond(found: Sequence[Difference], threshold: float) -> Difference | None:
-    """The first stage that differs by more; a difference that is not finite is more."""
+    """Returns the first stage with a larger or non-finite difference, or None."""
     return next((one for one in found if not one.relative <= threshold), None)
 
 
 def logprob_difference(first: States, second: States, samples: Samples) -> LogprobDifference:
+    """Returns the difference of log-probs over all tokens with a token before them."""
     follows = torch.cat([torch.arange(len(sample)) < len(sample) - 1 for sample in samples])
     log_ratio = (first[LOGPROBS] - second[LOGPROBS])[follows]
     distance = log_ratio.abs()
@@ -148,7 +152,7 @@ def _difference(stage: str, first: Tensor, second: Tensor) -> Difference:
 
 
 class Decoding:
-    """The engine on a checkpoint. UserError where that cannot be read or served."""
+    """The engine on a checkpoint. Raises UserError if the checkpoint cannot be read or served."""
 
     def __init__(self, checked: Checked, max_positions: int) -> None:
         architecture, settings = read_architecture(checked.path), checked.model
@@ -172,7 +176,8 @@ class Decoding:
 
     @torch.inference_mode()
     def run(self, samples: Samples) -> States:
-        """Every token is fed in turn, of all samples at once; shorter ones are fed their last token again."""
+        """Returns the states for all samples. They are decoded together, one token per step. Shorter samples repeat
+        their last token."""
         model, longest = self.model, max(len(sample) for sample in samples)
         sizes = (model.num_attention_layers, model.attention_shape, len(samples), self.max_positions)
         cache = SlotCache(CacheShape(*sizes, self.dtype, self.device, states=model.state_shape))
@@ -189,28 +194,30 @@ class Decoding:
 
 
 def run_engine(checked: Checked, samples: Samples) -> States:
+    """Returns the states of the embedded engine."""
     return Decoding(checked, max(len(sample) for sample in samples)).run(samples)
 
 
 def _end_to_end(steps: Sequence[torch.Tensor], samples: Samples) -> torch.Tensor:
-    """[tokens, values] from those of every position, [samples, values] each."""
+    """Concatenates values of every position, shape [samples, values], to [tokens, values]."""
     by_sample = torch.stack(list(steps), dim=1)
     return torch.cat([by_sample[index, : len(sample)] for index, sample in enumerate(samples)])
 
 
-# The tokens that models are compared on.
+# The tokens for the comparison.
 
 SHORTEST = 2
-"""A log-prob is of a token that follows another."""
+"""Fewest tokens of a sample. A log-prob needs a token before it."""
 
 
 def random_samples(count: int, length: int, vocab_size: int, seed: int = 0) -> Samples:
+    """Returns `count` samples of `length` random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for _ in range(count))
 
 
 def read_samples(file: Path, checkpoint: Path, limit: int) -> Samples:
-    """One for each line of a file of texts, of at most `limit` tokens. DataError where there is none."""
+    """Returns one sample for each line of a file of texts, cut to `limit` tokens. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -223,19 +230,19 @@ def read_samples(file: Path, checkpoint: Path, limit: int) -> Samples:
     encoded = (tuple(tokenizer(line)["input_ids"][:limit]) for line in lines)
     samples = tuple(ids for ids in encoded if len(ids) >= SHORTEST)
     if not samples:
-        raise DataError(f"--texts {file}: got no text of {SHORTEST} tokens or more; expected one text per line")
+        raise DataError(f"--texts {file}: no line has {SHORTEST} tokens or more; expected one text per line")
     return samples
 
 
-# The trainer's model, Megatron's, on one rank.
+# The trainer's model (Megatron) on one rank.
 
 GRID = Grid((0,))
 TIMEOUT_S = 60.0
 
 
 def run_trainer(checked: Checked, samples: Samples) -> States:
-    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint
-    cannot be read or trained."""
+    """Returns the states for all samples, packed into one micro-batch as in training, in a world of one rank. Raises
+    UserError if the checkpoint cannot be read or trained."""
     device = torch.device(checked.device)
     architecture = read_architecture(checked.path)
     with world_of_one(device) as backend:
@@ -268,7 +275,8 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[str]:
-    """A process group of one rank; its backend. RuntimeError where torch.distributed is initialised already."""
+    """Creates a process group of one rank and yields its backend. Raises RuntimeError if torch.distributed is already
+    initialised."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -281,10 +289,11 @@ def world_of_one(device: torch.device) -> Iterator[str]:
 
 
 def run_transformers(checked: Checked, samples: Samples) -> States:
-    """In model.dtype throughout: it knows no wider residual stream."""
+    """Returns the states of transformers' model. It computes in model.dtype throughout, as it has no wider residual
+    stream."""
     from transformers import AutoModelForCausalLM
 
-    # Of its attention that of eager execution alone has soft caps, and leaves them out otherwise without a word.
+    # Only eager attention has soft caps. Other implementations silently leave them out.
     load = AutoModelForCausalLM.from_pretrained
     model: Any = load(checked.path, dtype=getattr(torch, checked.model.dtype), attn_implementation="eager")
     model.to(checked.device).eval()
@@ -296,14 +305,14 @@ def run_transformers(checked: Checked, samples: Samples) -> States:
     return notes.states(samples)
 
 
-# The trainer's model of backend fsdp, which is that of transformers, on one rank.
+# The trainer's model of backend fsdp on one rank. It is the model of transformers.
 
 SHARDED_GRID = Grid((0,), copies=1)
 
 
 def run_sharded(checked: Checked, samples: Samples) -> States:
-    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint
-    cannot be read or trained."""
+    """Returns the states for all samples, packed into one micro-batch as in training, in a world of one rank. Raises
+    UserError if the checkpoint cannot be read or trained."""
     device = torch.device(checked.device)
     with world_of_one(device) as backend:
         from rltrain.training.fsdp_attention import SEQUENCES

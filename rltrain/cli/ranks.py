@@ -1,4 +1,4 @@
-"""Starts the ranks of a job by torchrun, and prints the reason as the last line when they end."""
+"""Starts the ranks of a job through torchrun, and prints the reason of their end as the last line."""
 
 import argparse
 import importlib.util
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-# Starts the ranks of a job by torchrun, which tells each of them what it is.
+# The torchrun command.
 
 TORCHRUN = (
     *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 )
 MEETING = TORCHRUN[1:5] + TORCHRUN[6:]
-"""Those by which nodes find each other."""
+"""Options that nodes need to find each other."""
 MOST_WORLDS = 64
-"""That are tried, of those that a range of nodes allows."""
+"""Most worlds to check for a range of nodes."""
 
 Given = Mapping[str, str | None]
-"""torchrun's options, with what was given."""
+"""The values of torchrun's options. None if an option was not given."""
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
-    """Adds torchrun's options to the help of a command whose ranks `rltrain` starts, which takes them from there."""
+    """Adds torchrun's options to the help of a command with ranks. The options are parsed by `torchrun_options`."""
     ranks = parser.add_argument_group(
         "ranks",
-        "rltrain starts torchrun, and gives it these options and --node-rank, --master-addr,\n--master-port, "
+        "rltrain passes these options to torchrun, and also --node-rank, --master-addr,\n--master-port, "
         "--max-restarts and --rdzv-*.",
         argument_default=argparse.SUPPRESS,
     )
@@ -41,7 +41,7 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
 
 
 def torchrun_options(arguments: Sequence[str]) -> tuple[Given, list[str]]:
-    """torchrun's options among `arguments`, spelt with dashes or underscores, and the rest, which is for every rank."""
+    """Splits `arguments` into torchrun's options, with dashes or underscores, and the arguments of every rank."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in TORCHRUN:
         parser.add_argument(option, "--" + option[2:].replace("-", "_"), dest=option)
@@ -50,8 +50,11 @@ def torchrun_options(arguments: Sequence[str]) -> tuple[Given, list[str]]:
 
 
 def possible_worlds(given: Given, environment: Mapping[str, str]) -> list[tuple[int, int]]:
-    """(number of ranks, ranks of a node) of every world that torchrun may make, the largest first. Empty where only
-    torchrun can tell, as with --nproc-per-node gpu. UserError for what it would refuse."""
+    """Returns (number of ranks, ranks of a node) for every possible world, the largest first.
+
+    Empty if only torchrun knows them, for example with --nproc-per-node gpu. Raises UserError for values that torchrun
+    would refuse.
+    """
     fewest, most = _range_of("--nnodes", given["--nnodes"] or environment.get("PET_NNODES", "1"))
     per_node = given["--nproc-per-node"] or "1"
     if per_node in ("gpu", "auto") or most - fewest >= MOST_WORLDS:
@@ -61,32 +64,32 @@ def possible_worlds(given: Given, environment: Mapping[str, str]) -> list[tuple[
 
 
 def set_world(dry_run: argparse.Namespace, given: Given, environment: Mapping[str, str]) -> None:
-    """Gives a dry run the world that torchrun's options describe.
+    """Sets the world of a dry run from torchrun's options.
 
-    UserError where only torchrun can tell the world, or where --world-size names another one.
+    Raises UserError if only torchrun knows the world, or if --world-size is different.
     """
     worlds = possible_worlds(given, environment)
     if not worlds:
         raise UserError(
-            f"--nproc-per-node: got {given['--nproc-per-node']} with --dry-run, which asks no machine; expected the "
-            "number of ranks on each node"
+            f"--nproc-per-node: got {given['--nproc-per-node']} with --dry-run; expected the number of ranks "
+            "on each node"
         )
     world_size, ranks_per_node = worlds[0]
     if (asked := vars(dry_run).setdefault("world_size", world_size)) != world_size:
         raise UserError(
-            f"--world-size: got {asked}, but --nproc-per-node and --nnodes make {world_size} ranks; expected one "
-            "of the two"
+            f"--world-size: got {asked}, but --nproc-per-node and --nnodes make {world_size} ranks; expected "
+            "only one of the two"
         )
     vars(dry_run).setdefault("ranks_per_node", ranks_per_node)
 
 
 def has_torchrun() -> bool:
-    """Whether torch is installed, which is not imported for that."""
+    """Returns whether torch is installed, without importing it."""
     return importlib.util.find_spec("torch") is not None
 
 
 def start_ranks(name: str, arguments: Sequence[str]) -> int:
-    """Become torchrun, with `rltrain NAME` on every rank: one, unless --nproc-per-node says more. Never returns."""
+    """Replaces this process by torchrun, with `rltrain NAME` on every rank. Never returns. The default is one rank."""
     if not has_torchrun():
         raise ModuleNotFoundError("No module named 'torch'")
     command = torchrun_command(name, arguments)
@@ -94,7 +97,7 @@ def start_ranks(name: str, arguments: Sequence[str]) -> int:
 
 
 def torchrun_command(name: str, arguments: Sequence[str]) -> list[str]:
-    """torchrun's options among `arguments` are for it; the rest is for every rank."""
+    """Returns the command line of torchrun. Its own options are taken from `arguments`. The rest goes to every rank."""
     given, rest = torchrun_options(arguments)
     options = {**given, "--nproc-per-node": given["--nproc-per-node"] or "1"}
     alone = all(given[option] is None for option in MEETING)
@@ -118,17 +121,17 @@ def _count(option: str, text: str, otherwise: str) -> int:
     return int(text)
 
 
-# torchrun's agent, as `rltrain train` starts it: the last line that it prints is the reason of its end.
+# The agent of torchrun, as started by `rltrain train`. Its last line is the reason of its end.
 
 SHUTDOWN_TIMEOUT_S = "310"
-"""Seconds that ranks have to save after a signal. They end by themselves after checkpoint.stop_within_s."""
+"""Seconds for ranks to save after a signal. Ranks already end by themselves after checkpoint.stop_within_s."""
 RANK_MODULE = "rltrain.cli.main"
-"""What ranks run, but for those that rltrain.run starts: they run rltrain.cli.python_interface."""
+"""The module of the ranks. Ranks of rltrain.run have rltrain.cli.python_interface instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs torchrun with `arguments`. Returns 0, 128 and the number of the signal that ended it, or the status of the
-    rank that failed: 2 for a mistake the user can mend, 1 for anything else."""
+    """Runs torchrun with `arguments`. Returns 0 for success. A signal gives 128 plus its number. A failure gives the
+    status of the failed rank: 2 for a mistake of the user, 1 for anything else."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -153,22 +156,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cause(failures: "Mapping[int, ProcessFailure]") -> "tuple[int, ProcessFailure]":
-    """Returns the first failure of a rank that has left a message, or else the first one."""
+    """Returns the first failure with a message, or else the first failure."""
     told = {rank: failure for rank, failure in failures.items() if isinstance(failure.message, dict)}
     return min((told or failures).items(), key=lambda item: item[1].timestamp)
 
 
 def _reason(rank: int, failure: "ProcessFailure") -> str:
-    """Returns in one line why a rank has failed."""
+    """Returns the reason of a rank's failure in one line."""
     if isinstance(failure.message, dict):
         return " ".join(line.strip() for line in failure.message["message"].splitlines() if line.strip())
     if failure.exitcode < 0:
-        return f"rank {rank} was killed by {failure.signal_name()}, as for want of memory, or crashed"
+        return f"rank {rank} was killed by {failure.signal_name()}: out of memory, or a crash"
     return f"rank {rank} ended with exit status {failure.exitcode} without a message; its output is above"
 
 
 def _way_on(name: str, arguments: Sequence[str]) -> str:
-    """Returns how a run that was interrupted goes on."""
+    """Returns the hint on resuming an interrupted run."""
     if name not in ("train", "run"):
         return ""
     from rltrain.checkpoint.run_folder import way_on
@@ -182,7 +185,7 @@ def _way_on(name: str, arguments: Sequence[str]) -> str:
         given = parsed(name, arguments)
         return f"; {way_on(load_config(given.config, given.overrides))}"
     except UserError as error:
-        return f"; whether it can go on is unknown: {error}"
+        return f"; cannot say whether the run can resume: {error}"
 
 
 if __name__ == "__main__":

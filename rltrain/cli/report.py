@@ -1,9 +1,9 @@
-"""What became of a run: a summary here, and a page and a merged trace in its folder.
+"""Reports on a run: prints a summary, and writes a page and a merged trace.
 
     rltrain report RUN [--output DIR]
 
-RUN is the output_dir of a run that ended or still goes on. Into DIR (default: RUN/report) go report.html (one file that
-needs no network) and trace.json (all ranks, for https://ui.perfetto.dev, with logging.trace).
+RUN is the output_dir of a finished or running job. DIR (default: RUN/report) receives two files. report.html is a
+single file and needs no network. trace.json has all ranks, for https://ui.perfetto.dev. It needs logging.trace.
 """
 
 import argparse
@@ -47,18 +47,18 @@ from rltrain.errors import DataError, UserError
 from rltrain.planning.sizes import numbered
 from rltrain.tasks.roles import OTHER, kinds_of_tasks
 
-# The spans of all ranks in lanes, as the page and the picture draw them.
+# The spans of all ranks in lanes, for the page and the picture.
 
 MAX_SPANS = 100_000
 MAX_RANKS = 64
 MAX_DEPTH = 3
 
 NUM_TASK_COLOURS = 12
-"""In page.css. Where there are more kinds of tasks than that, the first colours come again."""
+"""Number of task colours in page.css. Further kinds of tasks reuse the first ones."""
 
 
 def colours_of(kinds_of_work: Iterable[str]) -> dict[str, str]:
-    """Kind of a span -> its colour in page.css."""
+    """Returns the colour in page.css of each kind of span."""
     tasks = dict.fromkeys(kind for kind in kinds_of_work if kind != OTHER)
     return {
         **{kind: f"--task{i % NUM_TASK_COLOURS}" for i, kind in enumerate(tasks)},
@@ -71,7 +71,7 @@ def colours_of(kinds_of_work: Iterable[str]) -> dict[str, str]:
 
 _KIND_OF_TASK = kinds_of_tasks()
 COLOURS = colours_of(_KIND_OF_TASK.values())
-"""A task that nobody has declared is of the last kind."""
+"""Colours by kind of span. Undeclared tasks have the last kind."""
 
 _KIND_OF_CATEGORY = {
     "wait": "wait",
@@ -85,9 +85,9 @@ _KIND_OF_CATEGORY = {
 
 @dataclass
 class Lane:
-    """Spans that do not overlap. `label` names the thread where it is not the main one.
+    """Spans without overlap. `label` is the name of the thread, or empty for the main thread.
 
-    One that `shades` is drawn over the lane before it: the waits within that one's spans.
+    A lane with `shades` is drawn over the lane before it. It has the waits inside that lane's spans.
     """
 
     label: str
@@ -98,6 +98,8 @@ class Lane:
 
 @dataclass
 class TimelineRow:
+    """The lanes of one rank."""
+
     rank: int
     roles: tuple[str, ...]
     lanes: list[Lane]
@@ -105,7 +107,10 @@ class TimelineRow:
 
 @dataclass
 class Timeline:
-    """`steps` is (step, start, end) by step; times in microseconds of wall-clock time. `notes`: what is left out."""
+    """The data of the timeline. Times are microseconds of wall-clock time.
+
+    `steps` has (step, start, end) for each step. `notes` lists omitted spans and ranks.
+    """
 
     start_us: float
     end_us: float
@@ -115,29 +120,32 @@ class Timeline:
 
 
 def kind_of(span: TimelineSpan) -> str:
-    """One of COLOURS."""
+    """Returns the kind of a span, a key of COLOURS."""
     return _KIND_OF_CATEGORY.get(span.category) or kind_of_task(span.name)
 
 
 def kind_of_task(name: str) -> str:
-    """One of COLOURS."""
+    """Returns the kind of a task, a key of COLOURS."""
     return _KIND_OF_TASK.get(name, OTHER)
 
 
 def description(span: TimelineSpan) -> str:
-    """What to say of a span beside its name and its times."""
+    """Returns the details of a span, without its name and times."""
     parts = [f"{key} {value}" for key, value in span.arguments.items()]
     return " · ".join([span.category, *parts, *(["not finished"] if span.is_unfinished else [])])
 
 
 def timeline(ranks: list[RankTrace], max_spans: int = MAX_SPANS) -> Timeline | None:
-    """None without spans. Of more than `max_spans` short ones are left out, but none in the middle of the run."""
+    """Returns the timeline, or None without spans.
+
+    Of more than `max_spans` spans the short ones are left out, except in the middle of the run.
+    """
     ranks = [rank for rank in ranks if rank.spans]
     if not ranks:
         return None
     notes = []
     if len(ranks) > MAX_RANKS:
-        notes.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are drawn; trace.json has all of them.")
+        notes.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are shown; trace.json has all of them.")
     shown = ranks[:MAX_RANKS]
     spans = [span for rank in shown for span in rank.spans if _depth(span) < MAX_DEPTH]
     origin_us = min(span.start_us for span in spans)
@@ -145,7 +153,7 @@ def timeline(ranks: list[RankTrace], max_spans: int = MAX_SPANS) -> Timeline | N
     if len(spans) > max_spans:
         first_s, last_s = (detail.from_us - origin_us) / 1e6, (detail.to_us - origin_us) / 1e6
         notes.append(
-            f"Spans shorter than {detail.shortest_us / 1e3:.3g} ms are drawn from {first_s:.0f} s to {last_s:.0f} s "
+            f"Spans shorter than {detail.shortest_us / 1e3:.3g} ms are shown from {first_s:.0f} s to {last_s:.0f} s "
             "only; trace.json has all of them."
         )
     return Timeline(
@@ -159,18 +167,20 @@ def timeline(ranks: list[RankTrace], max_spans: int = MAX_SPANS) -> Timeline | N
 
 @dataclass(frozen=True)
 class Detail:
-    """Which spans are drawn: those that start between the two times, and elsewhere those that are long enough."""
+    """Selects the spans to draw: all that start between the two times, and elsewhere those of at least
+    `shortest_us`."""
 
     from_us: float = 0.0
     to_us: float = 0.0
     shortest_us: float = 0.0
 
     def keeps(self, span: TimelineSpan) -> bool:
+        """Returns whether to draw the span."""
         return self.from_us <= span.start_us <= self.to_us or span.end_us - span.start_us >= self.shortest_us
 
 
 def _detail(spans: list[TimelineSpan], max_spans: int) -> Detail:
-    """Half of the spans that may be drawn are those in the middle of the run, the others the longest of the rest."""
+    """Selects half of the spans from the middle of the run, and for the other half the longest of the rest."""
     by_start = sorted(spans, key=lambda span: span.start_us)
     num_whole = max_spans // 2
     first = (len(spans) - num_whole) // 2
@@ -192,17 +202,17 @@ def _lanes(spans: list[TimelineSpan], detail: Detail) -> list[Lane]:
 
 
 def _shades(span: TimelineSpan) -> bool:
-    """Whether it is a wait within something else, which it is drawn over."""
+    """Returns whether the span is a wait inside another span. It is then drawn over that span."""
     return span.category == "wait" and span.depth > 0
 
 
 def _depth(span: TimelineSpan) -> int:
-    """Of the lane that it is drawn in."""
+    """Returns the depth of the span's lane."""
     return span.depth - _shades(span)
 
 
 def _steps(spans: list[TimelineSpan]) -> list[tuple[int, float, float]]:
-    """When each step's tasks began and ended; steps may overlap."""
+    """Returns the first start and the last end of each step's tasks. Steps may overlap."""
     found: dict[int, tuple[float, float]] = {}
     for span in spans:
         step = span.arguments.get("step")
@@ -212,7 +222,8 @@ def _steps(spans: list[TimelineSpan]) -> list[tuple[int, float, float]]:
     return [(step, *times) for step, times in sorted(found.items())]
 
 
-# One HTML file with the whole report: no network, no library, everything that a run wrote shown as text.
+# One HTML file with the whole report. It uses no network and no library, and shows all content of the run as plain
+# text.
 
 MAX_SAMPLES = 400
 MAX_CHARACTERS = 8000
@@ -239,7 +250,7 @@ def render(
     timeline: Timeline | None,
     sections: Sequence[ReportSection],
 ) -> str:
-    """The text of report.html."""
+    """Returns the text of report.html."""
     data = {
         "timeline": None if timeline is None else _timeline_data(timeline),
         "panels": [_panel_data(panel) for section in sections for panel in section.panels],
@@ -275,20 +286,20 @@ def render(
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that can stand in a script element whatever its strings hold."""
+    """Returns JSON that is safe inside a script element for any strings."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def chosen_samples(samples: Sequence[Record], max_samples: int = MAX_SAMPLES) -> list[Record]:
-    """All, or `max_samples` spread evenly over the run, the first and the last among them."""
+    """Returns all samples, or `max_samples` spread evenly over the run, with the first and the last."""
     if len(samples) <= max_samples:
         return list(samples)
     return [samples[i * (len(samples) - 1) // (max_samples - 1)] for i in range(max_samples)]
 
 
 def shortened(sample: Record) -> Record:
-    """What the page shows of a sample, its texts cut at MAX_CHARACTERS."""
+    """Returns the displayed keys of a sample, with texts cut at MAX_CHARACTERS."""
     shown: Record = {key: sample[key] for key in SAMPLE_KEYS if sample.get(key) is not None}
     for key in ("prompt", "rendered_prompt", "response", "label"):
         if key in shown:
@@ -299,7 +310,7 @@ def shortened(sample: Record) -> Record:
 
 
 def _conversation(turns: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """(who, what was said), one after the other."""
+    """Yields (speaker, text) for each message in order."""
     for number, turn in enumerate(turns, 1):
         reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
         yield f"turn {number}{reward}", _cut(str(turn["message"].get("content") or ""))
@@ -313,7 +324,7 @@ def _cut(text: str) -> str:
 
 
 def _policy(script: str) -> str:
-    """Nothing is loaded from anywhere, and only this script runs."""
+    """Returns a content security policy. It allows no loading and no other script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
@@ -346,10 +357,10 @@ def _timeline_section(timeline: Timeline) -> str:
 <label>step <input type="number" id="step" inputmode="numeric"></label><output id="window"></output></div>
 <ul class="legend">{legend}</ul>
 <div class="lanes"><canvas id="axis"></canvas><canvas id="spans" tabindex="0" role="img"
- aria-label="What every rank did from when to when"></canvas></div>
+ aria-label="Tasks of every rank over time"></canvas></div>
 <p class="hint" id="picked">Drag to move; pinch, Ctrl+wheel or a double click to zoom; point at a span to read it.
-Where a rank waits within a task, only a line of the task’s colour is left.
-trace.json beside this page opens in ui.perfetto.dev.</p>
+A wait within a task leaves only a line in the task’s colour.
+Open trace.json, next to this page, in ui.perfetto.dev.</p>
 {notes}</section>
 """
 
@@ -372,7 +383,7 @@ def _occupation_section(occupations: Sequence[Occupation]) -> str:
         f'<section id="occupation"><h2>Where the ranks’ time goes</h2><ul class="legend">{legend}</ul>'
         '<table><thead><tr><th scope="col">role</th><th scope="col">share of the run</th>'
         f'<th scope="col" class="figure">idle</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
-        '<p class="hint">Idle is waiting or nothing, of all the time of the role’s ranks.</p></section>'
+        '<p class="hint">Idle is the share of the ranks’ time without work, with all waits.</p></section>'
     )
 
 
@@ -399,14 +410,15 @@ def _samples_section(samples: Sequence[Record]) -> str:
     hint = f'<p class="hint">{MAX_SAMPLES} of {len(samples)} samples, spread over the run.</p>' if left_out > 0 else ""
     return f"""<section id="samples"><h2>Samples</h2>{hint}
 <div class="bar"><label>step <select id="sample_step"></select></label>
-<label>order <select id="sample_order"><option value="run">as drawn</option><option value="best">best first</option>
+<label>order <select id="sample_order"><option value="run">as sampled</option><option value="best">best first</option>
 <option value="worst">worst first</option></select></label><output id="sample_count"></output></div>
 <div id="cards"></div><button id="more" hidden>show more</button></section>
 """
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """Spans as flat lists of start, duration (both in microseconds), name, kind and detail, the texts by index."""
+    """Returns the timeline for page.js. Spans are flat lists of start, duration (both in microseconds), name, kind and
+    detail. Texts are given by index."""
     names: dict[str, int] = {}
     details: dict[str, int] = {}
     return {
@@ -459,16 +471,19 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
     }
 
 
-# A stretch of a run's timeline as one picture for a page of documentation.
+# A part of a run's timeline as a picture for the documentation.
 
 WIDTH, LABEL, ROW, GAP, AXIS, LEGEND = 960, 132, 26, 8, 26, 24
 MIN_TEXT = 7.2
-"""Pixels that a letter takes: no name is written into a narrower span."""
+"""Pixels per letter. Narrower spans get no name."""
 
 
 def picture(ranks: list[RankTrace], first_step: int, last_step: int) -> str:
-    """SVG of what every rank's main thread did from the last update before training step `first_step` to the last one
-    of `last_step`: tasks and waits in their colours of the report. ValueError where the traces have no such step."""
+    """Returns an SVG of tasks and waits on every rank's main thread, in the colours of the report.
+
+    It begins with the last update before training step `first_step` and ends with the last one of `last_step`. Raises
+    ValueError if the traces do not have these steps.
+    """
     found = timeline(ranks)
     steps = {step: times for step, *times in found.steps} if found else {}
     if found is None or not steps.keys() >= {first_step, last_step}:
@@ -503,7 +518,7 @@ def picture(ranks: list[RankTrace], first_step: int, last_step: int) -> str:
 
 
 def _updates(ranks: list[RankTrace], step: int) -> float:
-    """When the last rank had made the updates of a step, or where the trace begins."""
+    """Returns the end of a step's update on the last rank, or the start of the trace if there is none."""
     ends = [
         span.end_us
         for rank in ranks
@@ -514,7 +529,7 @@ def _updates(ranks: list[RankTrace], step: int) -> float:
 
 
 def _main(row: TimelineRow) -> Iterator[TimelineSpan]:
-    """Tasks and what else stands by itself, then the waits inside them."""
+    """Yields tasks and other outer spans, then the waits inside them."""
     for shades in (False, True):
         for lane in row.lanes:
             if not lane.label and lane.depth == 0 and lane.shades == shades:
@@ -554,14 +569,14 @@ def _text(x: float, y: float, text: str, size: int, *, soft: bool = False, colou
 
 
 def _colours() -> dict[str, str]:
-    """Those of the report's page by daylight."""
+    """Returns the colours of the report's page in light mode."""
     css = (Path(__file__).with_name("page.css")).read_text(encoding="utf-8").split("@media")[0]
     return dict(re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]{6})", css))
 
 
-# The report on the terminal.
+# The report in the terminal.
 
-# Metrics in the table, where a run has them.
+# Metrics of the table, if the run has them.
 SHOWN = (
     "rollout/reward_mean",
     "eval/score",
@@ -586,7 +601,7 @@ def print_summary(
     occupations: Sequence[Occupation],
     task_seconds: Mapping[str, float],
 ) -> None:
-    """Facts, metrics, where the time went, and what could not be read."""
+    """Prints facts, metrics, the use of time and unreadable parts."""
     console.print(Text(f"Run {run.path}", style="bold"))
     for fact in facts:
         console.print(
@@ -622,7 +637,8 @@ def _occupation_table(occupations: Sequence[Occupation]) -> Table:
 
 
 def report(path: Path, output: Path, console: Console) -> list[Path]:
-    """Print the summary and write everything else; the files made. Errors: DataError."""
+    """Prints the summary and writes the files. Returns their paths. Raises DataError if the run cannot be read or
+    `output` cannot be written."""
     run = read_run(path)
     roles, rows, curves = occupations(run.ranks), timeline(run.ranks), sections(run.records, run.ranks)
     known = facts(run, roles)
@@ -635,19 +651,19 @@ def report(path: Path, output: Path, console: Console) -> list[Path]:
             made.append(output / "trace.json")
             made[1].write_text(merged_trace(run.ranks), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"--output {output}: cannot write there: {error.strerror}") from error
+        raise DataError(f"--output {output}: cannot write to the folder: {error.strerror}") from error
     return made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
+    """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
     parser.add_argument("run", type=Path, metavar="RUN", help="output_dir of the run")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the files go (default: RUN/report)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the files (default: RUN/report)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done, 1 where the run cannot be read."""
+    """Runs the command. Returns the exit status: 0 for success, 1 if the run cannot be read."""
     console = Console()
     try:
         made = report(arguments.run.resolve(), arguments.output or arguments.run / "report", console)

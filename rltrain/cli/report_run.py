@@ -1,4 +1,4 @@
-"""Reads what a run left in its folder, and makes facts, curves and occupations of it."""
+"""Reads the files in a run's folder, and derives facts, curves and occupations."""
 
 import json
 import math
@@ -13,18 +13,18 @@ from rltrain.errors import DataError
 from rltrain.observability.names import documented, waiting_task, working_task
 from rltrain.observability.progress import format_duration
 
-# Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl, evaluation_samples/rank*.jsonl;
-# any of them may be missing.
+# Files of a run: metrics.jsonl, trace/rank*.json, samples.jsonl and evaluation_samples/rank*.jsonl. Each may be
+# missing.
 
 Record = dict[str, Any]
 
 MAIN_THREAD = "MainThread"
-"""What Python calls the thread that executes a rank's tasks."""
+"""Python's name of the thread with a rank's tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """One stretch of a thread. Times in microseconds of wall-clock time; `depth` counts the spans around it."""
+    """A span of a thread. Times are microseconds of wall-clock time. `depth` counts the enclosing spans."""
 
     name: str
     category: str
@@ -34,21 +34,21 @@ class TimelineSpan:
     depth: int
     arguments: Record
     is_unfinished: bool = False
-    """Its rank ended before it did; `end_us` is then the last time that the rank wrote."""
+    """True if the rank ended before the span. `end_us` is then the time of the rank's last event."""
 
 
 @dataclass
 class RankTrace:
-    """Everything of one trace file."""
+    """The contents of one trace file."""
 
     rank: int
     roles: tuple[str, ...] = ()
     spans: list[TimelineSpan] = field(default_factory=list)
-    """By start; where two start together the outer one comes first."""
+    """Spans by start. Of spans with the same start the outer one comes first."""
     counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """(time in microseconds, value) by name."""
     events: list[Record] = field(default_factory=list)
-    """As they stand in the file."""
+    """The events of the file, unchanged."""
 
     @property
     def start_us(self) -> float:
@@ -61,18 +61,18 @@ class RankTrace:
 
 @dataclass
 class Run:
-    """A run folder. `notes` say what was missing or could not be read."""
+    """A run folder. `notes` lists missing and unreadable parts."""
 
     path: Path
     records: list[Record]
-    """metrics.jsonl by step, one record a step."""
+    """Records of metrics.jsonl, one per step, in the order of steps."""
     samples: list[Record]
     ranks: list[RankTrace]
     notes: list[str]
 
 
 def read_run(path: Path) -> Run:
-    """Errors: DataError where the folder holds nothing to report."""
+    """Reads a run folder. Raises DataError if it has nothing to report."""
     notes: list[str] = []
     records = one_record_per_step(_read_lines(path / "metrics.jsonl", notes))
     samples = _read_samples(path, notes)
@@ -86,7 +86,7 @@ def read_run(path: Path) -> Run:
 
 
 def _read_samples(path: Path, notes: list[str]) -> list[Record]:
-    """Of training, and those of evaluations, which have a "set"; by step."""
+    """Returns the samples of training and of evaluations by step. Only the latter have a "set"."""
     of_evaluations = sorted((path / "evaluation_samples").glob("rank*.jsonl"))
     lines = [line for file in (path / "samples.jsonl", *of_evaluations) for line in _read_lines(file, notes)]
     return sorted((line for line in lines if "response" in line), key=lambda sample: sample.get("step", 0))
@@ -96,8 +96,11 @@ OF_EVERY_RECORD = frozenset({"step", "time_s"})
 
 
 def one_record_per_step(records: list[Record]) -> list[Record]:
-    """A run that was started again from a step repeats steps: what was written later counts. An evaluation that went on
-    beside training has a record of its own, which is put to that of its step."""
+    """Merges records so that every step has one.
+
+    A resumed run repeats steps, and the later record counts. An evaluation in parallel with training has a separate
+    record. It is merged into the record of its step.
+    """
     kept: list[Record] = []
     for record in records:
         if not isinstance(record.get("step"), int):
@@ -124,7 +127,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _objects(lines: Iterator[str]) -> tuple[list[Record], int]:
-    """The JSON objects of `lines`, one a line, and the number of lines that are none."""
+    """Returns the JSON objects of `lines`, one per line, and the number of other lines."""
     values, num_bad = [], 0
     for line in lines:
         text = line.strip().rstrip(",")
@@ -153,7 +156,7 @@ def _read_traces(folder: Path, notes: list[str]) -> list[RankTrace]:
     newest_start_us = max(rank.start_us for rank in ranks)
     earlier = [rank.rank for rank in ranks if rank.end_us < newest_start_us]
     if earlier:
-        notes.append(f"traces of ranks {', '.join(map(str, earlier))} are of an earlier run and left out")
+        notes.append(f"traces of ranks {', '.join(map(str, earlier))} are of an earlier run; left out")
     return [rank for rank in ranks if rank.rank not in earlier]
 
 
@@ -170,7 +173,7 @@ def _read_trace(rank: int, path: Path, notes: list[str]) -> RankTrace:
 
 
 def pair_events(rank: int, events: list[Record]) -> RankTrace:
-    """The spans that begin and end events make, in their threads; one without an end lasts to the last event."""
+    """Pairs begin and end events of each thread to spans. A span without an end lasts until the last event."""
     trace = RankTrace(rank, events=events)
     threads: dict[int, str] = {}
     open_spans: dict[int, list[Record]] = {}
@@ -213,12 +216,12 @@ def _span(
 
 
 def merged_trace(ranks: list[RankTrace]) -> str:
-    """One strict JSON document of all ranks' events, for Perfetto."""
+    """Returns all ranks' events as one strict JSON document for Perfetto."""
     events = (json.dumps(event, separators=(",", ":")) for rank in ranks for event in rank.events)
     return '{"traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
 
 
-# What the ranks of each role spend the run on, from their traces.
+# Use of time by the ranks of each role, from their traces.
 
 OWN, OTHER, MEMORY, WAITING, IDLE = "own tasks", "other roles' tasks", "memory moves", "waiting", "nothing"
 PURPOSES = (OWN, OTHER, MEMORY, WAITING, IDLE)
@@ -229,28 +232,30 @@ _WORK = ("task", "sync")
 
 @dataclass(frozen=True)
 class Occupation:
-    """How the ranks of `role` spent the run: seconds by purpose, all its ranks together."""
+    """The use of time by the ranks of `role`. Seconds by purpose are summed over its ranks."""
 
     role: str
     ranks: tuple[int, ...]
     seconds: dict[str, float]
 
     def fraction(self, purpose: str) -> float:
+        """Returns the share of `purpose` in the time of the ranks."""
         total_s = sum(self.seconds.values())
         return self.seconds[purpose] / total_s if total_s else 0.0
 
     @property
     def idle_fraction(self) -> float:
-        """Of the time of its ranks, what went into waiting for others or into nothing."""
+        """Returns the share of the ranks' time spent waiting or without any work."""
         return self.fraction(WAITING) + self.fraction(IDLE)
 
 
 def occupations(ranks: list[RankTrace]) -> list[Occupation]:
-    """By role, in the order of its first rank.
+    """Returns the occupations by role, in the order of first ranks.
 
-    Every moment between the first and the last task, wait or memory move of the run counts to the innermost span of the
-    rank's main thread: a wait within a task is waiting. Whose task it is says the span's argument `role`: one role, or
-    several joined by "+". Spans of other categories, or without it, count to the span around them.
+    The time between the first and the last task, wait or memory move of the run is divided. Each moment counts for the
+    innermost span of the rank's main thread. A wait within a task is waiting. The span's argument `role` names the
+    owners of a task, joined by "+". Spans of other categories and spans without this argument count for the enclosing
+    span.
     """
     relevant = [span for rank in ranks for span in rank.spans if span.category in (*_WORK, *_PURPOSE_OF_CATEGORY)]
     if not relevant:
@@ -277,7 +282,7 @@ def _total(role: str, hosting: list[RankTrace], run_s: float) -> dict[str, float
 
 
 def _seconds_by_purpose(spans: Iterable[TimelineSpan], role: str) -> dict[str, float]:
-    """Of one rank's main thread."""
+    """Returns the seconds by purpose on one rank's main thread."""
     seconds = dict.fromkeys(PURPOSES, 0.0)
     for span, own_s in own_seconds(spans, lambda span: _purpose(span, role) is not None):
         seconds[_purpose(span, role) or IDLE] += own_s
@@ -287,7 +292,8 @@ def _seconds_by_purpose(spans: Iterable[TimelineSpan], role: str) -> dict[str, f
 def own_seconds(
     spans: Iterable[TimelineSpan], counts: Callable[[TimelineSpan], bool]
 ) -> Iterator[tuple[TimelineSpan, float]]:
-    """The spans of a rank's main thread that count, with their seconds less those of others that count within them."""
+    """Yields the counted spans of a rank's main thread with their own seconds. Counted spans inside them are
+    subtracted."""
     around: list[tuple[TimelineSpan, float]] = []
     for span in spans:
         if span.thread != MAIN_THREAD or not counts(span):
@@ -303,14 +309,15 @@ def own_seconds(
 
 
 def _purpose(span: TimelineSpan, role: str) -> str | None:
-    """None: that of the span around it."""
+    """Returns the purpose of a span, or None if it has that of the enclosing span."""
     if span.category in _WORK and "role" in span.arguments:
         return OWN if role in str(span.arguments["role"]).split("+") else OTHER
     return _PURPOSE_OF_CATEGORY.get(span.category)
 
 
 def task_seconds(ranks: list[RankTrace]) -> dict[str, float]:
-    """Seconds of work by task, all ranks together, longest first: without waits, memory moves and tasks within it."""
+    """Returns the seconds of work by task over all ranks, longest first. Waits, memory moves and inner tasks are
+    excluded."""
     seconds: dict[str, float] = {}
     for rank in ranks:
         for span, own_s in own_seconds(rank.spans, lambda span: span.category in ("task", *_PURPOSE_OF_CATEGORY)):
@@ -319,12 +326,12 @@ def task_seconds(ranks: list[RankTrace]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-# The few numbers that say how a run went, for the head of the page and the terminal.
+# Key figures of a run, for the head of the page and the terminal.
 
 
 @dataclass(frozen=True)
 class Fact:
-    """`note` puts the value into relation, such as what it started from."""
+    """A key figure. `note` gives context, such as its first value."""
 
     label: str
     value: str
@@ -333,7 +340,7 @@ class Fact:
 
 
 def facts(run: Run, occupations: Sequence[Occupation]) -> list[Fact]:
-    """What is known; a run without metrics has fewer."""
+    """Returns the known facts. A run without metrics has fewer."""
     found: list[Fact] = []
     if run.records:
         trained = [record for record in run.records if record.keys() & {"train/loss", "perf/update_s"}]
@@ -358,13 +365,13 @@ def facts(run: Run, occupations: Sequence[Occupation]) -> list[Fact]:
 
 
 def column(records: Sequence[Record], name: str) -> list[float]:
-    """The finite values of a metric."""
+    """Returns the finite values of a metric."""
     values = (record.get(name) for record in records)
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def readable(value: float, unit: str = "") -> str:
-    """Short, with the prefixes people use: 1.23k, 4.5M; bytes in powers of 1024."""
+    """Returns a short number with a prefix: 1.23k, 4.5M. Bytes are in powers of 1024."""
     if unit == "bytes":
         for prefix, num_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             if abs(value) >= num_bytes:
@@ -386,12 +393,12 @@ def _from_to(records: Sequence[Record], name: str, label: str, unit: str = "") -
 
 
 def _average(records: Sequence[Record], name: str, label: str, unit: str) -> list[Fact]:
-    """The median: the first step is slower than the others."""
+    """Returns the median. The first step is slower than others and would distort the mean."""
     values = sorted(column(records, name))
     return [Fact(label, readable(values[len(values) // 2]), unit, "median of the steps")] if values else []
 
 
-# Which metrics are drawn together, under which heading and in which unit.
+# The panels of metrics with headings and units.
 
 MAX_POINTS = 600
 
@@ -400,7 +407,8 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """`points` are (step or seconds, value); None where the value was not finite. `task`: whose seconds they are."""
+    """A curve. `points` are (step or seconds, value), with None for values that are not finite. `task` is the task of a
+    curve of seconds."""
 
     label: str
     points: Points
@@ -408,12 +416,14 @@ class Series:
 
     @property
     def is_zero(self) -> bool:
-        """Throughout."""
+        """Returns whether all values are zero."""
         return all(value == 0 for _, value in self.points)
 
 
 @dataclass(frozen=True)
 class Panel:
+    """A chart with one or several curves."""
+
     title: str
     unit: str
     meaning: str
@@ -423,7 +433,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class ReportSection:
-    """`zeros` names what is zero throughout, which no panel draws."""
+    """A section of the report. `zeros` names curves that are always zero. No panel shows them."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -432,21 +442,21 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A panel of the table below. A metric is a pattern: its first group, where it has one, is the label."""
+    """A panel of the table below. A metric is a pattern. Without a given label its first group is the label."""
 
     section: str
     title: str
     metrics: tuple[tuple[str, str], ...]
 
 
-# Metrics that are compared with each other share a panel; all others get one of their own under their prefix.
+# Metrics to compare share a panel. All others get a panel under their prefix.
 DRAWN = (
     Drawn(
         "Learning",
         "Reward",
         (("rollout/reward_mean", "training"), ("eval/score", "held-out"), (r"eval/([\w.-]+)/score", "")),
     ),
-    Drawn("Learning", "Passed by one of k samples", ((r"eval/([\w.-]+/pass@\d+)", ""),)),
+    Drawn("Learning", "Evaluation, pass@k", ((r"eval/([\w.-]+/pass@\d+)", ""),)),
     Drawn(
         "Learning",
         "Response length",
@@ -469,7 +479,7 @@ DRAWN = (
     Drawn("Off policy", "Over the limit", ((r"train/stale_(\w+)", ""),)),
     Drawn(
         "Off policy",
-        "Log-probs, actor and engine apart",
+        "Log-prob difference of actor and engine",
         (("train/train_rollout_logprob_abs_diff", "mean"), ("train/train_rollout_logprob_abs_diff_max", "max")),
     ),
     Drawn("Critic", "Value and return", (("critic/value_mean", "value"), ("critic/return_mean", "return"))),
@@ -511,8 +521,8 @@ _SECTION_OF_PREFIX = {
 
 
 def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list[ReportSection]:
-    """All metrics of `records` and counters of `ranks`, each in exactly one panel or among the zeros of its section; in
-    the order of SECTIONS."""
+    """Returns all metrics of `records` and counters of `ranks` in the order of SECTIONS. Each is in exactly one panel
+    or among the zeros of its section."""
     remaining = sorted({name for record in records for name in record} - {"step", "time_s"})
     found: dict[str, list[Panel]] = {section: [] for section in SECTIONS}
     for drawn in DRAWN:
@@ -545,7 +555,7 @@ def _without_zeros(title: str, panels: Sequence[Panel]) -> ReportSection:
 
 
 def _place(name: str, num_alike: int) -> tuple[str, str]:
-    """(section, title) of a metric that has a panel of its own; `num_alike` are left with its prefix."""
+    """Returns (section, title) for a metric with a separate panel. `num_alike` metrics with its prefix are left."""
     if name.startswith("perf/weight_sync_"):
         return "Weight sync", _title(name.removeprefix("perf/weight_sync_"))
     prefix, _, rest = name.rpartition("/")
@@ -583,7 +593,7 @@ def _panel(title: str, metrics: list[tuple[str, str]], records: Sequence[Record]
 
 
 def _points(name: str, records: Sequence[Record]) -> Points:
-    """A step without the metric has no point."""
+    """Returns the points of a metric. Steps without the metric have no point."""
     return [(record["step"], _number(record[name])) for record in records if name in record]
 
 
@@ -592,7 +602,7 @@ def _number(value: object) -> float | None:
 
 
 def documentation(name: str) -> tuple[str, str]:
-    """(unit, meaning) of a metric, from the table; the unit follows from the name where the table lacks it."""
+    """Returns (unit, meaning) of a metric from the table. A missing unit is derived from the name."""
     if metric := documented(name):
         return metric.unit, metric.meaning
     for suffix, unit in (("_bytes", "bytes"), ("_s", "s"), ("_tokens", "tokens")):
@@ -602,7 +612,7 @@ def documentation(name: str) -> tuple[str, str]:
 
 
 def thinned(points: Points, max_points: int = MAX_POINTS) -> Points:
-    """At most `max_points` and a few: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Returns about `max_points` points. It keeps the lowest and the highest of each stretch, so no spike is lost."""
     if len(points) <= max_points:
         return points
     num_stretches = max_points // 2

@@ -1,4 +1,4 @@
-"""What launch/serve.py and `rltrain serve` do."""
+"""The command `rltrain serve` and launch/serve.py."""
 
 import argparse
 import json
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The device that a command's option names.
+# The device of an option.
 
 EXPECTED = 'expected "cpu", "cuda" or "cuda:N"'
 
 
 def device_named(text: str | None, option: str = "--device") -> "torch.device":
-    """Returns the device that `option` names; by default the first GPU, or the CPU where there is none.
+    """Returns the device named by `option`. The default is the first GPU, or the CPU without one.
 
-    UserError where this machine's torch cannot use that device.
+    Raises UserError if torch cannot use the device on this machine.
     """
     import torch
 
@@ -50,7 +50,7 @@ def device_named(text: str | None, option: str = "--device") -> "torch.device":
     except RuntimeError:
         raise UserError(f"{option}: got {text!r}; {EXPECTED}") from None
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"{option}: got {text!r}, a device that rltrain has no code for; {EXPECTED}")
+        raise UserError(f"{option}: got {text!r}, a device unknown to rltrain; {EXPECTED}")
     if device.type == "cuda" and not torch.cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no GPU here"
         raise UserError(f"{option}: got {text!r}, but {why}; expected {option} cpu, or a machine with a GPU")
@@ -64,11 +64,11 @@ logger = logging.getLogger(__name__)
 GREETING = "Hello"
 EXAMPLE_LETTERS, EXAMPLE_TOKENS = 3, 1024
 LOOK_S = 0.5
-"""An engine that has nothing to draw looks so often whether it is to stop."""
+"""Seconds between checks for a stop while the engine is idle."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 stopped by a signal, 2 a mistake the user can mend."""
+    """Serves until a signal. Returns the exit status: 0 after a signal, 2 for a mistake of the user."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
@@ -77,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
-    """Until `stopping` is set."""
+    """Serves the checkpoint until `stopping` is set."""
     if arguments.engine == "sglang":
         raise ConfigError(
-            "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
+            "--engine sglang: use SGLang's own server, which has the same API; expected embedded, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
     given, device = sampling_of(arguments), device_named(arguments.device)
@@ -130,8 +130,8 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
 
 
 def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | None = None) -> None:
-    """Step the engine while there is something to draw, until `stopping` is set; between two steps load what is asked
-    for."""
+    """Steps the engine while there are requests, until `stopping` is set. Requested weights are loaded between two
+    steps."""
     engine, mailbox = feed.engine, feed.mailbox
     assert mailbox is not None, "this process is the engine's first rank"
     while not stopping.is_set():
@@ -149,7 +149,7 @@ def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | N
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Returns the sampling of requests that name none. Raises ConfigError for numbers that no engine can draw with."""
+    """Returns the sampling for requests without settings. Raises ConfigError for invalid numbers."""
     try:
         return Sampling(temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k)
     except ValidationError as error:
@@ -160,7 +160,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def greeting(url: str, settings: EndpointSettings, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns where the checkpoint is served, and a command that the server answers."""
+    """Returns the address of the server and an example command for it."""
     header = "" if settings.token is None else f" -H 'Authorization: Bearer {settings.token}'"
     text = _example_text(tokenizer)
     asked: dict[str, Any] = {"prompt": text}
@@ -174,7 +174,7 @@ def greeting(url: str, settings: EndpointSettings, tokenizer: "PreTrainedTokeniz
 
 
 def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns a text that the tokenizer writes whole: a greeting, or the first letters and digits that it has."""
+    """Returns a text that the tokenizer encodes without loss: a greeting, or its first letters and digits."""
     special = set(tokenizer.all_special_ids)
     spellings = (
         str(tokenizer.decode([token])) for token in range(min(len(tokenizer), EXAMPLE_TOKENS)) if token not in special
@@ -187,29 +187,27 @@ def _example_text(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
-    parser.description = "Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
+    """Adds the description and the arguments of the command to the parser."""
+    parser.description = "Serves a Hugging Face checkpoint over the HTTP APIs of OpenAI and Anthropic."
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 or :: to be reached from elsewhere")
-    parser.add_argument("--port", type=int, default=0, help="0: one that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 or :: for other machines")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
     access = parser.add_mutually_exclusive_group()
-    access.add_argument("--token", help="what clients have to send; by default a random one, which is printed")
-    access.add_argument("--no-token", action="store_true", help="whoever reaches the port is served")
-    parser.add_argument("--model-name", help="in answers; by default the folder's")
+    access.add_argument("--token", help="token for clients to send (default: a random one, printed at the start)")
+    access.add_argument("--no-token", action="store_true", help="serve all clients without a token")
+    parser.add_argument("--model-name", help="name in answers (default: the name of the folder)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", default=None, help="cuda or cpu; by default the first GPU where there is one")
-    parser.add_argument("--max-context-tokens", type=int, help="prompt and response together")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="decoded at once; others wait")
-    parser.add_argument("--max-requests", type=int, default=1024, help="decoded or waiting; more are refused")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: the first GPU, if there is one)")
+    parser.add_argument("--max-context-tokens", type=int, help="most tokens of prompt and response together")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="most requests at once; others wait")
+    parser.add_argument("--max-requests", type=int, default=1024, help="most requests in total; more are refused")
     parser.add_argument(
         "--kv-cache-gb",
         type=float,
-        help="by default what a GPU has free beside the engine's other needs; no limit on CPUs",
+        help="memory for keys and values (default: the free memory of a GPU; no limit on CPUs)",
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="this and the next two: where requests say nothing"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="default of requests, as the next two")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="of requests that have none; by default a random one")
+    parser.add_argument("--seed", type=int, help="seed of requests without one (default: random)")

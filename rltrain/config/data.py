@@ -1,4 +1,4 @@
-"""The config section data: files of rows."""
+"""The config section `data`: the files of rows and the order of prompts."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -11,51 +11,54 @@ Paths = str | Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Rows(Section):
-    """Which rows of files are taken, and which of their columns is what."""
+    """The rows to take from the files, and the meaning of their columns."""
 
     split: str | None = None
-    """Of a data set's folder or a hub name that has several, train for instance."""
+    """Split to read from a data set's folder or hub name, for example train. Needed if it has several."""
     subset: str | None = None
-    """Likewise: what the hub calls a config or subset of a data set."""
+    """Subset to read from a data set's folder or hub name. The hub also calls it a config. Needed if it has several."""
     prompt_key: str = "prompt"
-    """Column with a string, or with a list of chat messages."""
+    """Column with the prompt: a string or a list of chat messages."""
     label_key: str | None = "label"
-    """null: the rows have no labels, and no reward function takes one."""
+    """Column with the label for the reward function. `null`: the rows have no labels, and no reward function takes
+    one."""
     response_key: str | None = "response"
-    """Column with the demonstration, for algorithm: sft. null: the messages under prompt_key are whole conversations,
-    and what is learnt are their assistant turns."""
+    """sft: column with the demonstration. `null`: the messages under prompt_key are whole conversations. Training then
+    uses the assistant's turns."""
     learnt_turns: Literal["all", "last"] = "all"
-    """Of a whole conversation: every turn of the assistant, or the last one, to which all before it is the prompt."""
+    """The trained turns of a whole conversation. `all`: every turn of the assistant. `last`: the last turn, with
+    everything before it as the prompt."""
     chosen_key: str = "chosen"
-    """dpo, reward_model: column with the preferred response, a string or a list of chat messages. Lists may be whole
-    conversations, and then need no prompt: that is what both have in common at the beginning."""
+    """dpo, reward_model: column with the preferred response, a string or a list of chat messages. If both columns hold
+    whole conversations, no prompt column is needed. The prompt is then their common beginning."""
     rejected_key: str = "rejected"
-    """dpo, reward_model: column with the other one."""
+    """dpo, reward_model: column with the rejected response."""
     margin_key: str | None = None
-    """reward_model: column with a number, by how much the preferred response should at least score higher."""
+    """reward_model: column with a number, the smallest difference wanted between the scores of a pair."""
     tools_key: str | None = None
-    """Column with the tools that the chat template writes into the prompt: a list of schemas as OpenAI has them, or
-    such a list as JSON text. A row may have none."""
+    """Column with the tools for the chat template: a list of schemas in OpenAI's format, or such a list as JSON text.
+    The value of a row may be null."""
     system_key: str | None = None
-    """Column with a text, the system's message of a prompt that begins with none. A row may have none."""
+    """Column with the text of a system message. It is used for prompts without one. The value of a row may be null."""
     max_rows: Count | None = None
-    """The first usable rows; of `sources`, of each."""
+    """Number of usable rows to take, from the beginning. With `sources` the limit holds for each source. `null`: all
+    rows."""
 
 
 class PromptSource(Rows):
-    """One of several sources. What it does not say, the section around `sources` does."""
+    """One of several sources of prompts. Missing keys are taken from the section around `sources`."""
 
     path: Annotated[Paths, HubName("dataset")]
-    """As data.train.path."""
+    """Files or a hub name, in the form of data.train.path."""
     weight: Positive | None = None
-    """Share of the prompts that are drawn from it, beside the other sources' weights. null for all of them: the rows
-    are one set, of which every epoch has each row once."""
+    """Share of prompts to draw from this source, relative to the weights of the other sources. If all weights are null,
+    the rows form one set and each epoch has every row once."""
     name: str | None = None
-    """What metrics and sample records call it. null: as its first file, folder or hub name is called."""
+    """Name in metrics and sample records. `null`: the name of the first file, folder or hub data set."""
 
     @property
     def title(self) -> str:
-        """`name`, or what it is by default."""
+        """Returns `name`, or else the name of the first file, folder or hub data set."""
         if self.name is not None:
             return self.name
         first = self.path if isinstance(self.path, str) else next(iter(self.path), "")
@@ -64,17 +67,17 @@ class PromptSource(Rows):
 
 
 class PromptFile(Rows):
-    """Rows of one or several files, by `path`, or of several sources, each with keys of its own."""
+    """Rows from one or several files (`path`), or from several sources with separate keys (`sources`)."""
 
     path: Annotated[Paths | None, HubName("dataset")] = None
-    """A file, a folder, a pattern such as data/*.parquet, or a list of them: JSONL (.gz, .bz2, .xz, .zst too), Parquet,
-    Arrow, a data set saved by `datasets`. Rows 0 to 999 alone: "FILE@[0:1000]". Or a data set's hub name: OWNER/NAME,
-    OWNER/NAME@REVISION."""
+    """A file, a folder, a pattern such as data/*.parquet, or a list of them. Formats: JSONL (also .gz, .bz2, .xz,
+    .zst), Parquet, Arrow and data sets saved by `datasets`. "FILE@[0:1000]" takes rows 0 to 999 alone. A data set on
+    the hub is OWNER/NAME or OWNER/NAME@REVISION."""
     sources: tuple[PromptSource, ...] = Field(default=(), strict=False)
-    """In the place of `path` several, a list of {path, weight, name, ...}."""
+    """Several sources instead of `path`: a list of {path, weight, name, ...}."""
 
     def parts(self) -> tuple[PromptSource, ...]:
-        """The sources, each with all its keys; a `path` is the only one."""
+        """Returns the sources with all their keys filled in. A `path` is returned as a single source."""
         shared = {name: getattr(self, name) for name in Rows.model_fields if name in self.model_fields_set}
         if not self.sources:
             return (PromptSource(path=self.path or (), **shared),)
@@ -85,55 +88,66 @@ class PromptFile(Rows):
 
 
 class Curriculum(Section):
-    """The first steps go over the training rows from easy to hard."""
+    """Orders the training rows from easy to hard during the first steps."""
 
     key: str
-    """Column with a number."""
+    """Column with a number for the difficulty of a row."""
     easy: Literal["low", "high"] = "low"
-    """Whose rows come first: those of low numbers, such as levels, or of high ones, such as shares of right answers."""
+    """Values of easy rows. `low`: small numbers are easy, for example levels. `high`: large numbers are easy, for
+    example shares of right answers."""
     steps: Count
-    """How many; in each the prompts are drawn from a window that slides over the rows, sorted by `key`. It has 1/steps
-    of them, or as many as a step takes if that is more. Then all rows are drawn as without a curriculum."""
+    """Number of steps with the curriculum. Prompts are drawn from a window over the rows sorted by `key`, sliding from
+    easy to hard. The window holds 1/steps of the rows, and at least one step's prompts. Later steps draw from all rows.
+    """
 
 
 class SolvedRate(Section):
-    """Prompts are drawn by how often the policy solves them: those that it never or always solves teach little."""
+    """Draws prompts by their estimated solve rate. Prompts with a rate near 0 or 1 teach little."""
 
     low: Share = 0.1
+    """Lower bound of the solve rate, see `high`."""
     high: Share = 0.9
-    """Between the two, both included, lies the estimated share of solved samples of the prompts that are drawn each
-    time that their turn comes, as are those of which nothing is known."""
+    """Bounds of the solve rate, both included. Prompts between them and prompts without an estimate are drawn every
+    time their turn comes."""
     outside: Share = 0.1
-    """Of the times that the turn of another prompt comes, in how many it is drawn all the same."""
+    """Probability of drawing any other prompt when its turn comes."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the estimate before, what stays when samples of the prompt were scored once more. 0: the last ones alone."""
+    """Weight of the previous estimate when new samples of a prompt are scored. `0`: only the newest samples count."""
     solved_above: float = 0.5
-    """A sample with a larger reward has solved its prompt."""
+    """A sample solves its prompt if its reward is above this."""
     retire_after: Count | None = None
-    """A prompt that all samples solved so many times in a row is not drawn any more, unless nothing else is left."""
+    """Number of times in a row with all samples solved before a prompt is retired. A retired prompt is drawn only if no
+    other prompt is left. `null`: never."""
 
 
 class Data(Section):
+    """Training and evaluation rows, the chat template, and limits of lengths."""
+
     train: PromptFile
     eval: PromptFile | None = None
     chat_template: Literal["auto", "never"] = "auto"
-    """auto applies the tokenizer's chat template to message lists, and to plain prompts if the tokenizer has one."""
+    """`auto`: applies the tokenizer's chat template to message lists, and to plain prompts if the tokenizer has a
+    template. `never`: uses no template."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}. Agents name theirs in their requests."""
+    """Variables of the chat template, such as {enable_thinking: false}. Agents send their own in their requests."""
     system_prompt: str | None = None
+    """System message for prompts without one. It needs a chat template. `null`: none."""
     shuffle: bool = True
+    """Shuffles the rows in every epoch, by `seed`. `false`: the rows keep their order."""
     curriculum: Curriculum | None = None
     solved_rate: SolvedRate | None = None
     on_change: Literal["restart", "refuse"] = "restart"
-    """Decides what happens when a run resumes from a checkpoint with other training rows. The content of the rows
-    counts, not their path. restart: the run says so and begins with the first of the new rows. refuse: the run ends,
-    also with another reward function or chat template. With restart a change of these is only reported."""
+    """Decides what happens if a run resumes from a checkpoint with different training rows. Only the content of the
+    rows counts, not their path. `restart`: the run reports it and begins with the first new row. `refuse`: the run
+    ends. It also ends for a different reward function or chat template. With restart these are only reported."""
     max_prompt_tokens: Count = 1024
-    """Rows with a longer prompt are left out and counted."""
+    """Most tokens of a prompt. Rows with a longer prompt are left out and counted."""
     max_response_tokens: Count | None = None
-    """sft, dpo, reward_model: tokens that a response may have, its end token included. Of a conversation the response
-    is all after the first prompt. null: prompt and response may have as many tokens as the model has positions."""
+    """sft, dpo, reward_model: most tokens of a response, with its end token. The response of a conversation is
+    everything after the first prompt. `null`: prompt and response may fill the positions of the model."""
     on_long_row: Literal["skip", "cut", "refuse"] = "skip"
-    """Decides what happens to a row with a longer response. skip: it is left out and counted. cut: its response ends
-    there, without an end token, and is counted. refuse: the job ends with its place."""
+    """Decides what happens to a row with a longer response. `skip`: the row is left out and counted. `cut`: the
+    response is shortened without an end token, and counted. `refuse`: the job ends and names the row."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """Decides what happens to an unusable row, such as a row without its prompt column. `refuse`: the job ends and
+    names the row. `skip`: the row is left out and counted."""

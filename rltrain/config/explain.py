@@ -1,4 +1,4 @@
-"""What a config key expects, in words, read off the schema."""
+"""Describes in words the values that a config key accepts, from the schema."""
 
 import types
 import typing
@@ -19,12 +19,13 @@ BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
 
 
 def expectation(path: tuple[str | int, ...]) -> str:
-    """What the key at `path` takes: "a whole number of at least 1". Keys inside free-form values take any value."""
+    """Returns the values accepted by the key at `path`, such as "a whole number, at least 1". Keys inside free-form
+    values accept any value."""
     return describe(_annotation(path))
 
 
 def choices(path: tuple[str | int, ...]) -> list[str]:
-    """Returns the texts among which the key at `path` chooses, if it does."""
+    """Returns the texts to choose from for the key at `path`. Empty if the key is not a choice."""
     return [text for text in _literals(_annotation(path)) if isinstance(text, str)]
 
 
@@ -49,7 +50,7 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
 
 
 def describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """A type of the schema in words."""
+    """Returns a type of the schema in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     for words in (bound for bound in bounds if isinstance(bound, Words)):
         return words.text
@@ -77,7 +78,7 @@ def _keys(section: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class of an annotation that is one, one or null, or a list of such, or that or null."""
+    """Returns the section class in an annotation, or None. It may be optional or the element of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = () if get_origin(annotation) is dict else get_args(annotation)
@@ -85,7 +86,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema, sections before what is in them."""
+    """Yields every dotted key of the schema. A section comes before its keys."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = section_of(field.annotation)
@@ -98,7 +99,7 @@ def _with_bounds(field: FieldInfo) -> Any:
 
 
 def _element(annotation: Any) -> Any:
-    """The type of the values inside a mapping or list."""
+    """Returns the type of the values inside a mapping or list."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _element(arguments[0])

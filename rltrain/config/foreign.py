@@ -1,5 +1,5 @@
-"""Keys of other trainers, with the keys here that say the same: what the loader answers to them, and what imports of
-whole configs begin with."""
+"""Maps keys of other trainers to keys of rltrain. The loader's messages and imports of whole configs use these
+tables."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pair:
-    """One key of another trainer that is one key here."""
+    """A key of another trainer and the rltrain key with the same meaning."""
 
     key: str
     here: str
     default: Any = None
-    """The other trainer's, where the key is missing; None: it then has no meaning."""
+    """The other trainer's default for a missing key. None: a missing key has no meaning."""
     told: bool = False
-    """Whether users write it from habit, so that the loader answers it with the key here."""
+    """True if users often write the key from habit. The loader then answers with the key here."""
 
 
-# slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM.
+# The flags of slime and Megatron. Defaults are from slime/utils/arguments.py and from Megatron-LM.
 
 SLIME = (
     Pair("lr", "actor.optimizer.lr", 1e-6),
@@ -61,7 +61,7 @@ SLIME = (
     Pair("moe-router-bias-update-rate", "model.moe.bias_update_rate"),
 )
 
-# verl's keys. Defaults are those of verl/trainer/config (ppo_trainer.yaml), and of sft_trainer_engine.yaml there.
+# The keys of verl. Defaults are from verl/trainer/config: ppo_trainer.yaml and sft_trainer_engine.yaml.
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 TRANSFORMER = ACTOR + "megatron.override_transformer_config."
@@ -132,7 +132,7 @@ VERL = (
     Pair("trainer.experiment_name", "logging.wandb.name"),
 )
 
-# SkyRL's keys. Defaults are those of skyrl/train/config/config.py, and of sft_config.py there.
+# The keys of SkyRL. Defaults are from skyrl/train/config: config.py and sft_config.py.
 
 ENGINE, OPTIMIZER = "generator.inference_engine.", "trainer.policy.optimizer_config."
 SKYRL_SFT = (
@@ -188,7 +188,7 @@ SKYRL = (
     Pair(OPTIMIZER + "scheduler", "actor.optimizer.decay", "constant"),
 )
 
-# RLinf's keys, of its configs for language models. They are complete: defaults seldom matter.
+# The keys of RLinf's configs for language models. These configs are complete, so defaults seldom matter.
 
 RLINF = (
     Pair("rollout.model.model_path", "model.path"),
@@ -233,14 +233,14 @@ RLINF = (
 )
 PAIRS = {"slime": SLIME, "verl": (*VERL_SFT, *VERL_MEGATRON, *VERL), "skyrl": (*SKYRL_SFT, *SKYRL), "rlinf": RLINF}
 
-# What the loader answers to keys that users of other trainers write from habit.
+# The loader's answers to keys that users of other trainers write from habit.
 
 
 def _told(pairs: Iterable[Pair]) -> dict[str, str]:
     return {pair.key.replace("-", "_"): pair.here for pair in pairs if pair.told}
 
 
-EPOCHS = "steps, which is epochs times rows of data over batch.prompts_per_step"
+EPOCHS = "steps (epochs * rows / batch.prompts_per_step)"
 OF_SLIME = _told(SLIME) | {
     "eps_clip_high": "loss.clip_high",
     "hf_checkpoint": "model.path",
@@ -250,13 +250,13 @@ OF_SLIME = _told(SLIME) | {
     "rollout_batch_size": "batch.prompts_per_step",
     "rollout_num_gpus": "placement of rollout",
 }
-"""And those of Megatron's arguments."""
+"""Includes Megatron's arguments."""
 OF_VERL = _told(VERL) | {
     "actor_rollout_ref.actor.clip_ratio": "loss.clip_low, loss.clip_high",
     "actor_rollout_ref.actor.kl_loss_coef": "loss.kl.coef",
     "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.micro_batch_tokens",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "batch.mini_batches, which counts them",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "batch.mini_batches (their number)",
     "actor_rollout_ref.model.lora_alpha": "model.lora.alpha",
     "actor_rollout_ref.model.lora_rank": "model.lora.rank",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_gb",
@@ -266,8 +266,8 @@ OF_VERL = _told(VERL) | {
     "rollout.n": "batch.samples_per_prompt",
     "rollout.temperature": "rollout.sampling.temperature",
     "rollout.tensor_model_parallel_size": "rollout.parallel.tp",
-    "trainer.n_gpus_per_node": "placement, and torchrun's --nproc-per-node",
-    "trainer.nnodes": "placement, and torchrun's --nnodes",
+    "trainer.n_gpus_per_node": "placement and torchrun's --nproc-per-node",
+    "trainer.nnodes": "placement and torchrun's --nnodes",
     "trainer.resume_mode": "checkpoint.resume",
     "trainer.total_epochs": EPOCHS,
     "trainer.total_training_steps": "steps",
@@ -275,7 +275,7 @@ OF_VERL = _told(VERL) | {
 OF_SKYRL = _told(SKYRL) | {
     "generator.backend": "rollout.engine",
     "generator.inference_engine_tensor_parallel_size": "rollout.parallel.tp",
-    "generator.num_inference_engines": "placement of rollout: its ranks over rollout.parallel.tp",
+    "generator.num_inference_engines": "placement of rollout (engines * rollout.parallel.tp ranks)",
     "trainer.epochs": EPOCHS,
     "trainer.policy.model.fake_int4_qat.group_size": "model.fake_quantization.group_size",
     "trainer.policy.model.lora.rank": "model.lora.rank",
@@ -306,7 +306,7 @@ FOREIGN = OF_VERL | OF_SKYRL | OF_SLIME | OF_TRL
 
 
 def known_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Of `key` and the keys inside `value`, those that another trainer has: dotted, with what is written here."""
+    """Yields each known key of other trainers with its name here. It looks at `key` and at the keys inside `value`."""
     for name in (key, *_keys_inside(key, value)):
         if name in FOREIGN:
             yield name, FOREIGN[name]
@@ -319,7 +319,7 @@ def _keys_inside(prefix: str, value: Any) -> Iterator[str]:
 
 
 def table() -> list[str]:
-    """In Markdown, by what is written here."""
+    """Returns the lines of a Markdown table of the keys here and their names in other trainers."""
     lines = ["| here | slime | verl | SkyRL | TRL |", "| --- | --- | --- | --- | --- |"]
     for ours in sorted({*FOREIGN.values()}):
         theirs = ([key for key in sorted(of) if of[key] == ours] for of in (OF_SLIME, OF_VERL, OF_SKYRL, OF_TRL))
@@ -329,6 +329,6 @@ def table() -> list[str]:
 
 
 def _quoted(ours: str) -> str:
-    """Keys as code, where it is nothing but keys."""
+    """Returns the keys as code, or the text unchanged if it has other words."""
     keys = ours.split(", ")
     return ", ".join(f"`{key}`" for key in keys) if all(" " not in key for key in keys) else ours

@@ -1,11 +1,13 @@
-"""The page of every config key, made from the schema: what it takes, its default, and what its docstring says."""
+"""Makes docs/config.md and the JSON schema of config files from the sections and their docstrings."""
 
+import argparse
 import ast
 import functools
 import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -14,28 +16,30 @@ from rltrain.config.explain import expectation, section_of
 from rltrain.config.foreign import table
 from rltrain.config.schema import Config
 
+SCHEMA_COMMAND = "Prints the JSON schema of config files, for editors."
 COMMAND = "python -m rltrain.config.key_reference > docs/config.md"
 HEAD = """\
 # Config reference
 
-Every key that a config file may hold. On the command line a key is dotted, `actor.optimizer.lr=1e-5`; in a file it is
-nested. Those of an element of a list are written with `[]`. What is not legal together is said, with the reason and the
-nearest legal choice, by `python launch/train.py --config FILE --dry-run`.
+This page lists every key of a config file. Keys are nested in a file and dotted on the command line:
+`actor.optimizer.lr=1e-5`. `[]` marks an element of a list. `python launch/train.py --config FILE --dry-run` checks all
+keys together. If a combination is not allowed, it prints the reason and the nearest allowed choice.
 """
 
 
 NAMES_ELSEWHERE = (
     "## Names in other trainers",
     "",
-    "What users of other trainers write from habit. A config that has one of these keys is refused with the name here;",
-    "whole configs and scripts are read by `rltrain import-config`, by the tables of the pages on coming from others.",
+    "Users of other trainers often write these keys from habit. rltrain refuses them and names the key to use. To",
+    "convert a whole config or script use `rltrain import-config`. The pages on coming from other trainers have its",
+    "tables.",
     "",
 )
 
 
 @functools.cache
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """What stands below each attribute of a section class or of those that it is made from."""
+    """Returns the docstring below each attribute of a section class. Inherited attributes are included."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if not issubclass(kind, BaseModel) or kind is BaseModel:
@@ -51,7 +55,7 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
 
 
 def document() -> str:
-    """The text of docs/config.md."""
+    """Returns the text of docs/config.md."""
     own = [name for name, field in Config.model_fields.items() if section_of(field.annotation) is None]
     explained: dict[type[BaseModel], str] = {}
     parts = [HEAD, "## The job", "", *_table(_rows(Config, "", (), own, explained)), ""]
@@ -71,8 +75,10 @@ def _rows(
     names: list[str],
     explained: dict[type[BaseModel], str],
 ) -> Iterator[str]:
-    """A line of the table for each key called `names`, sections before what is in them; of a section that several
-    keys have, what is in it stands where it is first."""
+    """Yields a line of the table for each key in `names`. A section comes before its keys.
+
+    The keys of a section used by several keys are listed once, below the first of them.
+    """
     for name in names:
         field = section.model_fields[name]
         key, inner, own_path = f"{prefix}{name}", section_of(field.annotation), (*path, name)
@@ -120,6 +126,47 @@ def _one_line(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# The JSON schema.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the description and the arguments of the command to the parser."""
+    parser.description = SCHEMA_COMMAND
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the JSON schema. Returns the exit status, always 0."""
+    print(text(), end="")
+    return 0
+
+
+def text() -> str:
+    """Returns the text of configs/schema.json."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON schema, with the docstring of every key as its description."""
+    schema = Config.model_json_schema()
+    schema["title"] = "rltrain"
+    definitions = schema.get("$defs", {})
+    for section in sections_of(Config):
+        own = schema if section is Config else definitions.get(section.__name__, {})
+        for key, words in docstrings(section).items():
+            if key in own.get("properties", {}):
+                own["properties"][key]["description"] = words
+    return schema
+
+
+def sections_of(section: type[BaseModel]) -> list[type[BaseModel]]:
+    """Returns `section` and all sections inside it, each once."""
+    found = [section]
+    for one in found:
+        inner = [section_of(field.annotation) for field in one.model_fields.values()]
+        found += [other for other in inner if other is not None and other not in found]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The config sections of what is learned from samples, and how: batch, advantages and loss."""
+"""The config sections of learning from samples: batch, advantages and loss."""
 
 from typing import Annotated, Literal
 
@@ -8,64 +8,71 @@ from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt,
 
 
 class DynamicSampling(Section):
-    """Which prompt groups a step is made of, once their rewards are known: others are drawn in the place of those that
-    are dropped."""
+    """Chooses the prompt groups of a step by their rewards. Dropped groups are replaced by new ones."""
 
     filter: str = "rewards_differ"
-    """rewards_differ drops groups whose samples all have one reward, from which algorithms that compare them learn
-    nothing. Or a function (prompt, responses, rewards, label) as "file.py:function" or "module:function", which returns
-    true for a group that counts, and false or the reason, a string, for one that does not."""
+    """rewards_differ drops groups with equal rewards for all samples. Algorithms that compare samples learn nothing
+    from them. Or a function (prompt, responses, rewards, label) as "file.py:function" or "module:function". It returns
+    true to keep the group, or false or the reason (a string) to drop it."""
     max_drawn: Annotated[float, Field(ge=1)] = 4.0
-    """Groups for a step, as a multiple of batch.prompts_per_step: when as many are finished as this leaves to be
-    dropped, all others count, so that the step ends."""
+    """Most groups to generate for a step, as a multiple of batch.prompts_per_step. Once (max_drawn - 1) *
+    prompts_per_step groups are dropped, all further groups count. This way the step always ends."""
 
 
 class Batch(Section):
+    """The size of a training step and its division into mini-batches."""
+
     prompts_per_step: Count = 32
+    """Number of prompts in a training step."""
     samples_per_prompt: Count = 8
+    """Number of samples of each prompt: a prompt group."""
     mini_batches: Count = 1
-    """Parts of a step's samples, for each of which there is an optimizer step."""
+    """Number of parts of a step's samples. There is one optimizer step for each."""
     mini_batches_by: Literal["samples", "prompts"] = "samples"
-    """What a mini-batch takes. samples: some samples of every prompt, or of as many prompts as can be. prompts: all
-    samples of some prompts, as verl and SkyRL have it."""
+    """Division of a step into mini-batches. `samples`: some samples of every prompt, or of as many prompts as possible.
+    `prompts`: all samples of some prompts, as in verl and SkyRL."""
     dynamic_sampling: DynamicSampling | None = None
-    """null: every group counts. Rewards have to be known where groups are drawn: role reward on the rollout's ranks."""
+    """Filters prompt groups by their rewards. `null`: every group counts. Rewards must be known on the rollout's ranks,
+    so role reward has to be placed there."""
     epochs: Count = 1
-    """Passes over a step's samples, each through all mini-batches in the same order."""
+    """Passes over a step's samples. Every pass goes through all mini-batches in the same order."""
 
 
 class OnDivergence(Section):
-    """An optimizer step whose loss or gradient norm is not finite changes nothing, and is counted."""
+    """An optimizer step with a loss or gradient norm that is not finite is skipped and counted."""
 
     max_skipped: NonNegativeInt = 3
-    """So many in a row, of actor or critic, are left out; one more ends the run, and 0 lets the first end it. A run
-    that goes on from a checkpoint begins to count anew."""
+    """Skipped optimizer steps in a row, of actor or critic, before one more ends the run. `0`: the first one ends it.
+    The count starts from 0 after resuming."""
 
 
 class AdaptiveKl(Section):
-    """A coefficient that follows the distance from the reference: it grows while that is above `target`, and shrinks
-    while it is below."""
+    """A KL coefficient that adapts to the distance from the reference. It grows while the distance is above `target`
+    and shrinks while it is below."""
 
     target: Positive
-    """Nats per response token, by loss.kl.estimator: mean over responses of the mean over their tokens."""
+    """Target distance in nats per response token, by loss.kl.estimator. The distance is averaged over the tokens of a
+    response, then over responses."""
     horizon: Count = 10000
-    """Responses in which a distance 20% or more off the target changes the coefficient by about 20%."""
+    """Number of responses until a distance 20% or more off the target changes the coefficient by about 20%."""
 
 
 class Kl(Section):
-    """Penalty that keeps the actor near the reference."""
+    """The penalty for moving away from the reference."""
 
     coef: NonNegative = 0.0
+    """Coefficient of the penalty."""
     estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """k1 to k3 estimate it from the drawn tokens. full: over the whole vocabulary; the reference then sends its
-    distribution of every token, vocabulary times 12 bytes."""
+    """`k1`, `k2`, `k3`: estimates from the sampled tokens. `full`: the KL over the whole vocabulary. The reference then
+    sends 12 bytes times the vocabulary for every token."""
     where: Literal["loss", "reward"] = "loss"
+    """Place of the penalty. `loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKl | None = None
-    """With where: reward, `coef` is where the coefficient starts from; null: it stays."""
+    """Adapts the coefficient with where: reward. `coef` is its first value. `null`: the coefficient is constant."""
     unbiased: bool | None = None
-    """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it.
-    null: true with estimators k1 and k3. Without the ratio one token that has become very unlikely can outweigh a
-    step: k3 of a log-prob that fell by 12 is 160,000."""
+    """With where: loss. `true` multiplies the estimate by the token's ratio. Value and gradient are then unbiased if
+    the old weights sampled the token. `null`: true for k1 and k3. Without the ratio a single token that has become very
+    unlikely can dominate a step: k3 of a log-prob that fell by 12 is 160,000."""
 
     @property
     def is_weighed(self) -> bool:
@@ -77,70 +84,88 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class RatioMask(Section):
-    """Tokens whose ratio, or that of their sequence, is outside [low, high] are left out of the step."""
+    """Leaves tokens out of the step if their ratio, or the ratio of their sequence, is outside [low, high]."""
 
     level: Literal["token", "sequence", "geometric", "every_token"]
-    """As of the correction; every_token: a sequence is left out where a single token's own ratio is outside."""
+    """Level of the ratio, as in loss.correction.level. `every_token`: leaves a sequence out if the ratio of any of its
+    tokens is outside."""
     low: NonNegative = 0.0
+    """Lower limit of the ratio."""
     high: Positive
+    """Upper limit of the ratio."""
 
 
 class Correction(Section):
-    """For tokens drawn by other weights, or by other arithmetic, than the actor's. Ratios are those of a token's
-    probability under the actor at the step's start over that under the engine that drew it."""
+    """Corrects for tokens from other weights or other arithmetic than the actor's. The ratio of a token is its
+    probability under the actor at the start of the step over its probability under the engine."""
 
     method: Literal["tis", "mis", "icepop", "mask"] = "tis"
-    """Ratios weigh the tokens' losses. Outside [low, high]: tis cuts the ratio, mis leaves the token out of the step,
-    icepop gives its policy loss weight 0. mask is mis with weight 1 within."""
+    """Use of the ratios as weights of the tokens' losses. `tis`: clips ratios outside [low, high]. `mis`: leaves their
+    tokens out of the step. `icepop`: gives their policy loss weight 0. `mask`: as mis, with weight 1 for all other
+    tokens."""
     level: CorrectionLevel = "token"
-    """What a ratio is of: a token, or for all tokens of a sequence the product of theirs, or the geometric mean."""
+    """Level of the ratios. `token`: one ratio for each token. `sequence`: the product over a sequence. `geometric`: the
+    geometric mean over a sequence."""
     low: NonNegative = 0.0
+    """Lower limit of the ratios."""
     high: Positive | None = None
-    """null: no weights and no mask."""
+    """Upper limit of the ratios. `null`: no weights and no mask."""
     normalize: Literal["mini_batch", "step"] | None = None
-    """Weights are divided by their mean, of a mini-batch or of a step: over tokens, or with another level over
-    sequences. null: they are not."""
+    """Divides the weights by their mean over a mini-batch or a step. The mean is over tokens for level token, else over
+    sequences. `null`: no division."""
     masks: tuple[RatioMask, ...] = Field(default=(), strict=False)
-    """Beside the method, a list of {level, low, high}: what any of them leaves out is out."""
+    """Masks in addition to the method, a list of {level, low, high}. A token is left out if any of them excludes
+    it."""
     reject_above: Positive | None = None
-    """Sequences whose estimated KL per token, of the engine from the actor, is more than this are left out."""
+    """Leaves out sequences with a larger estimated KL per token between engine and actor."""
     reject_by: Literal["k1", "k2", "k3"] = "k3"
-    """The estimator of it; of k1, which may be negative, the absolute value counts."""
+    """Estimator for reject_above. k1 can be negative, so its absolute value counts."""
     rejected: Literal["left_out", "weight_0"] = "left_out"
-    """What becomes of what `masks` and `reject_above` find. left_out: it is out of the step. weight_0: its policy loss
-    has weight 0, and it goes on counting in the divisor, as icepop has it."""
+    """Treatment of tokens excluded by `masks` and `reject_above`. `left_out`: they are not part of the step.
+    `weight_0`: their policy loss has weight 0, and they still count in the divisor, as with icepop."""
     opsm_delta: Positive | None = None
-    """Off-policy sequence masking: tokens of negative advantage have weight 0 where their sequence's mean log-prob
-    under the engine exceeds the present one by more than this."""
+    """Off-policy sequence masking. Tokens of negative advantage get weight 0 if their sequence's mean log-prob under
+    the engine exceeds the present one by more than this."""
 
 
 class Sapo(Section):
+    """Settings of policy: sapo."""
+
     tau_pos: Positive = 1.0
-    """How steep the gate is for tokens of positive advantage."""
+    """Steepness of the gate for tokens of positive advantage."""
     tau_neg: Positive = 1.05
-    """For the others."""
+    """Steepness of the gate for all other tokens."""
 
 
 class ClipCov(Section):
+    """Settings of policy: clip_cov."""
+
     ratio: Fraction = 2e-4
-    """Share of a micro-batch's response tokens that is left out, and at least one."""
+    """Share of a micro-batch's response tokens with policy loss 0, at least one token."""
     low: float = 1.0
+    """Lower bound of the covariance, see `high`."""
     high: float = 5.0
-    """They are drawn from those whose covariance is between the two."""
+    """Bounds of the covariance. These tokens are drawn at random from those within the bounds."""
 
 
 class KlCov(Section):
+    """Settings of policy: kl_cov."""
+
     ratio: Fraction = 2e-4
-    """Share of a micro-batch's response tokens, those of the largest covariance, that is held near the old policy."""
+    """Share of a micro-batch's response tokens to hold near the old policy. These are the tokens with the largest
+    covariance."""
     coef: NonNegative = 1.0
+    """Coefficient of abs(log ratio) in the loss of these tokens."""
 
 
 class Dppo(Section):
+    """Settings of policy: dppo."""
+
     divergence: Literal["tv", "kl"] = "tv"
-    """Distance of two outcomes, the token and all others, whose bounds are loss.clip_low and loss.clip_high: total
-    variation, or KL."""
+    """Distance between actor and old policy for two outcomes: the sampled token, and all others. `tv`: total variation.
+    `kl`: KL divergence. Its bounds are loss.clip_low and loss.clip_high."""
     ratio_max: Positive | None = None
-    """What a ratio counts for at most. null: no bound."""
+    """Upper limit of a ratio. `null`: no limit."""
 
 
 PolicyLoss = Literal[
@@ -149,52 +174,68 @@ PolicyLoss = Literal[
 
 
 class Loss(Section):
+    """The policy loss with its correction and its KL penalty."""
+
     policy: PolicyLoss = "clip"
-    """docs/policy_losses.md has the equations. own: that of `function`."""
+    """The policy loss. docs/policy_losses.md has the equations. `own`: the function of loss.function."""
     function: str | None = None
-    """Of policy own, "file.py:function" or "module:function": docs/policy_losses.md says how it is called."""
+    """The loss function for policy: own, as "file.py:function" or "module:function". docs/policy_losses.md describes
+    its arguments."""
     clip_low: Positive = 0.2
+    """The ratio is clipped below 1 - clip_low. Some losses use it differently: docs/policy_losses.md."""
     clip_high: Positive = 0.2
+    """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """clip: with a negative advantage the ratio counts as at most this."""
+    """policy: clip. Upper limit of the ratio for tokens of negative advantage."""
     sapo: Sapo = Sapo()
+    """Settings of policy: sapo."""
     clip_cov: ClipCov = ClipCov()
+    """Settings of policy: clip_cov."""
     kl_cov: KlCov = KlCov()
+    """Settings of policy: kl_cov."""
     dppo: Dppo = Dppo()
+    """Settings of policy: dppo."""
     normalization: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
+    """Weight of a token in the loss. `token_mean`: equal for all response tokens of a mini-batch. `sequence_mean`:
+    equal for all sequences, and for all tokens within one. `dr_grpo`: 1 / (sequences *
+    rollout.sampling.max_response_tokens)."""
     entropy_coef: NonNegative = 0.0
+    """Coefficient of the entropy bonus."""
     old_logprobs: Literal["rollout", "actor"] = "actor"
-    """The ratio's denominator: the engine's own log-probs, or the actor's recomputed before the first update."""
+    """Denominator of the ratio. `rollout`: the log-probs of the engine. `actor`: log-probs recomputed by the actor
+    before its first update."""
     correction: Correction = Correction()
     kl: Kl = Kl()
 
 
 class OverlongPenalty(Section):
-    """Taken off the reward of responses that come near rollout.sampling.max_response_tokens (DAPO)."""
+    """Lowers the reward of responses close to rollout.sampling.max_response_tokens (DAPO)."""
 
     buffer_tokens: Count
-    """Before that limit, in which the penalty grows from 0 to `factor`."""
+    """Number of tokens before the limit. Within them the penalty grows from 0 to `factor`."""
     factor: Positive = 1.0
+    """Penalty of a response at the limit."""
 
 
 class Advantages(Section):
-    """Which of the keys an algorithm looks at, docs/algorithms.md says."""
+    """Settings of advantages. docs/algorithms.md lists the keys of each algorithm."""
 
     function: str | None = None
-    """Of algorithm own, "file.py:function" or "module:function": docs/algorithms.md says how it is called."""
+    """The advantage function for algorithm: own, as "file.py:function" or "module:function". docs/algorithms.md
+    describes its arguments."""
     normalize_std: bool = True
-    """Divide what is compared within a prompt by the standard deviation of its rewards."""
+    """Divides advantages within a prompt by the standard deviation of the prompt's rewards."""
     gamma: Fraction = 1.0
     """Discount per token."""
     gae_lambda: Share = 0.95
-    """ppo: 0 trusts the critic's next value, 1 the rewards alone."""
+    """ppo: lambda of generalized advantage estimation. 0 relies on the critic's next value, 1 on rewards alone."""
     whiten: bool = True
-    """Advantages of a step's response tokens get mean 0 and standard deviation 1."""
+    """Normalizes the advantages of a step's response tokens to mean 0 and standard deviation 1."""
     k: Count = 4
-    """pass_at_k: samples of which the best one counts."""
+    """pass_at_k: the k of pass@k. The best of every k samples counts."""
     scale_by: Literal["informative", "rewarded"] = "informative"
-    """gpg: advantages are scaled by the step's samples over those of prompts whose rewards differ; rewarded: over those
-    with a reward other than 0, as verl has it."""
+    """gpg: scales advantages by the step's samples over a smaller number of samples. `informative`: samples of prompts
+    with different rewards. `rewarded`: samples with a reward other than 0, as in verl."""
     overlong_penalty: OverlongPenalty | None = None
     mask_truncated: bool = False
-    """Leave responses that were cut at a limit out of the loss; others are compared with them all the same."""
+    """Leaves responses cut at a limit out of the loss. Other samples are still compared with them."""

@@ -1,4 +1,4 @@
-"""Reads a config file with overrides into the schema, or says what is wrong with it, where, and what was meant."""
+"""Reads a config file with overrides into the schema, or lists its mistakes with their place and a correction."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from rltrain.config.schema import Config
 from rltrain.config.section import split_roles
 from rltrain.errors import ConfigError, nearest, one_of
 
-# Where config values come from: a YAML file, whose lines are remembered, and overrides on top of it.
+# The source of config values: a YAML file with known lines, and overrides on top of it.
 
 KeyPath = tuple[str | int, ...]
 """Keys (and list indices) from the top of the config down to a value."""
@@ -29,7 +29,7 @@ PLAIN_COLLECTIONS = (yaml.resolver.Resolver.DEFAULT_MAPPING_TAG, yaml.resolver.R
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Safe YAML whose numbers are those that people write: 1e-3 is one, while 1:30, 010 and 2026-11-21 are text."""
+    """A safe YAML loader with common number formats only. 1e-3 is a number, while 1:30, 010 and 2026-11-21 are text."""
 
 
 PlainLoader.yaml_implicit_resolvers = {
@@ -48,23 +48,24 @@ PlainLoader.add_implicit_resolver(
 
 @dataclass
 class Source:
-    """Plain config data, and for each path what to blame: "FILE:LINE" or the override's text."""
+    """Plain config data with the origin of each path: "FILE:LINE" or the text of an override."""
 
     data: dict[str, Any]
     name: str
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def origin(self, path: KeyPath) -> str:
-        """The origin of the value at `path`, or of the nearest section around it."""
+        """Returns the origin of the value at `path`, or of the nearest section around it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return self.name
 
     def override(self, text: str) -> None:
-        """Apply `a.b.c=value`; ConfigError if it has no such form or leads through a value that is no section.
+        """Applies an override of the form `a.b.c=value`.
 
-        `placement.ROLE` reassigns that role only, also one that shares a comma-joined key; null takes it out.
+        `placement.ROLE` moves only that role, even if it shares a comma-joined key. null removes the role. Raises
+        ConfigError if the text has another form, or if a key on the path is a value and not a section.
         """
         origin = f"{OVERRIDE} {text!r}"
         key, separator, value_text = text.partition("=")
@@ -75,7 +76,7 @@ class Source:
         self.assign(".".join(keys), value, origin)
 
     def assign(self, key: str, value: Any, origin: str) -> None:
-        """Put `value` at a dotted key, as `override` does with a text."""
+        """Sets the value at a dotted key, as `override` does from a text."""
         keys = tuple(key.split("."))
         section = self._section(keys[:-1], origin)
         if keys[:-1] == (PLACEMENT,):
@@ -88,7 +89,7 @@ class Source:
         self.origins[keys] = origin
 
     def _section(self, keys: tuple[str, ...], origin: str) -> dict[str, Any]:
-        """The mapping at `keys`, made where the file has none."""
+        """Returns the mapping at `keys`. Creates it if the file has none."""
         section = self.data
         for depth, key in enumerate(keys, start=1):
             if section.get(key) is None:
@@ -100,7 +101,7 @@ class Source:
         return section
 
     def _unplace(self, section: dict[str, Any], roles: Sequence[str]) -> None:
-        """Take `roles` out of the keys that place them, leaving the other roles of such a key where they are."""
+        """Removes `roles` from the keys of `placement`. Other roles of the same key stay where they are."""
         for key in list(section):
             remaining = ",".join(role for role in split_roles(key) if role not in roles)
             if remaining == ",".join(split_roles(key)) or (remaining != key and remaining in section):
@@ -111,7 +112,8 @@ class Source:
 
 
 def read_source(path: Path) -> Source:
-    """The data of a YAML file; ConfigError with file and line if it cannot be read or names a key twice."""
+    """Returns the data of a YAML file. Raises ConfigError with file and line if it cannot be read or has a key
+    twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -139,7 +141,7 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
 
 
 class _Reader:
-    """Turns the YAML node tree into plain data, noting the line of every value and every repeated key."""
+    """Turns the YAML node tree into plain data. Notes the line of every value and every repeated key."""
 
     def __init__(self, text: str, name: str) -> None:
         self.loader = PlainLoader(text)
@@ -204,7 +206,7 @@ def _describe_yaml_error(error: yaml.YAMLError | ValueError, name: str) -> str:
     return f"{where}: not valid YAML: {', '.join(filter(None, parts)) or str(error).splitlines()[0]}"
 
 
-# Names that config files of earlier versions have, each with what is written now: a key, or a value as key=value.
+# Names in config files of earlier versions. The replacement is a key, or a value for a name of the form key=value.
 
 RENAMED = {
     "loss.importance_cap": "loss.correction.high",
@@ -213,14 +215,14 @@ RENAMED = {
     "weight_sync.transport=golden": "full_gather",
 }
 REMOVED = {
-    "data.min_prompt_tokens": "leave rows whose prompts are too short out of the files",
+    "data.min_prompt_tokens": "leave rows with short prompts out of the files",
     "reward.warn_flat_steps": "the warning comes after 5 such steps",
     "timeouts.report_s": "waits are reported every 30 s",
 }
-"""Keys that config files of earlier versions have and that are gone, each with what holds in their place."""
+"""Keys of earlier versions without a successor, each with its substitute."""
 
 
-# Reads a config file with overrides into the schema, or says what is wrong with it, where, and what to write.
+# Validation against the schema, and messages about mistakes.
 
 MAX_VALUE_CHARS = 80
 TEXT = "text"
@@ -228,10 +230,10 @@ UNKNOWN_KEY, MISSING_KEY = "extra_forbidden", "missing"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file with `a.b.c=value` overrides applied in order; values are parsed as YAML.
+    """Returns the config of a YAML file with the `a.b.c=value` overrides applied in order. Values are parsed as YAML.
 
-    ConfigError lists every mistake with FILE:LINE or the override, the dotted key, the value given and what was
-    expected. What spans several keys is checked by `rltrain.planning.validation`.
+    Raises ConfigError with all mistakes. Each has FILE:LINE or the override, the dotted key, the given value and the
+    expected one. Combinations of keys are checked by `rltrain.planning.validation`.
     """
     source = read_source(path)
     for override in overrides:
@@ -240,7 +242,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def validated(source: Source) -> Config:
-    """The config of `source`; ConfigError as `load_config` raises it."""
+    """Returns the config of `source`. Raises ConfigError in the same way as `load_config`."""
     try:
         return Config.model_validate(source.data)
     except ValidationError as error:
@@ -251,7 +253,7 @@ def validated(source: Source) -> Config:
 
 
 def _problems(errors: Sequence[ErrorDetails], source: Source) -> list[str]:
-    """One line per key: a key that fits none of several types is reported once."""
+    """Returns one line per key. A key that matches none of several types is reported once."""
     problems: dict[KeyPath, str] = {}
     for error in errors:
         missing = error["type"] == MISSING_KEY
@@ -269,7 +271,7 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
         return f"unknown key (value {_show(value)}); {_suggestion(path, value)}"
     new_value = RENAMED.get(f"{_dotted(path)}={value}")
     if new_value is not None:
-        return f"got {_show(value)}, which is now {new_value}"
+        return f"got {_show(value)}; the value is now called {new_value}"
     expected = expectation(path)
     hint = " in quotes" if expected == TEXT and isinstance(value, int | float) else ""
     if isinstance(value, str) and (near := nearest(value, choices(path))):
@@ -280,14 +282,17 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
 
 
 def _suggestion(path: KeyPath, value: Any) -> str:
-    """The new name of a renamed key, what holds in the place of one that is gone, ours for another trainer's, the
-    nearest key of the same section, or else the key of that name elsewhere."""
-    new_key, in_its_place = RENAMED.get(_dotted(path)), REMOVED.get(_dotted(path))
+    """Returns a suggestion for an unknown key.
+
+    It is the new name of a renamed key, the substitute of a removed key, or else our name of another trainer's key.
+    Then follow the nearest key in the same section and a key of the same name in another section.
+    """
+    new_key, substitute = RENAMED.get(_dotted(path)), REMOVED.get(_dotted(path))
     if new_key is not None:
         return f"the key is now {new_key}"
-    if in_its_place is not None:
-        return f"the key is gone: {in_its_place}"
-    ours = [f"{name} is here {key}" for name, key in known_elsewhere(_dotted(path), value)]
+    if substitute is not None:
+        return f"the key was removed: {substitute}"
+    ours = [f"for {name} use {key}" for name, key in known_elsewhere(_dotted(path), value)]
     if ours:
         return "; ".join(ours)
     parent, name = path[:-1], str(path[-1])
@@ -315,14 +320,14 @@ def _section_at(path: KeyPath) -> type[BaseModel]:
 
 
 def _is_entry(path: KeyPath) -> bool:
-    """Whether `path` is an entry of a mapping whose keys users choose, such as `placement`."""
+    """Returns whether `path` is an entry of a mapping with keys chosen by the user, such as `placement`."""
     *above, mapping, _ = ("", "", *path)
     field = _section_at(tuple(above[2:])).model_fields.get(str(mapping))
     return field is not None and get_origin(field.annotation) is dict
 
 
 def _given_part(location: tuple[str | int, ...], data: Any) -> KeyPath:
-    """`location` without what the validation adds to it behind the last key that the data has."""
+    """Returns the beginning of `location` up to the last key in the data. Validation adds further parts."""
     for length, key in enumerate(location):
         inside = isinstance(data, dict) and key in data
         if not inside and not (isinstance(data, list) and isinstance(key, int) and key < len(data)):

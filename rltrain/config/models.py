@@ -1,4 +1,4 @@
-"""The config sections of models that the training backend holds, and of their low-rank adapters."""
+"""The config sections of models in the training backend and of their low-rank adapters."""
 
 from typing import Annotated, Literal
 
@@ -6,359 +6,400 @@ from pydantic import BeforeValidator, Field
 
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
-# The config section of low-rank adapters.
+# Low-rank adapters.
 
 
 class Lora(Section):
-    """Train low-rank adapters of the actor's matrices in their place: W + alpha / rank * B A, Hu et al. 2021, "LoRA",
-    section 4.1."""
+    """Trains low-rank adapters of the actor's matrices instead of the matrices: W + alpha / rank * B A, Hu et al. 2021,
+    "LoRA", section 4.1."""
 
     rank: Count = 16
     """Rows of A [rank, inputs] and columns of B [outputs, rank]."""
     alpha: Positive = 32.0
-    """What the adapters add counts alpha / rank times."""
+    """Scale of the adapters. Their output is multiplied by alpha / rank."""
     targets: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Which matrices have one, by their names in the checkpoint without layers, as PEFT's target_modules: q_proj,
-    k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; of latent attention q_a_proj, q_b_proj, kv_a_proj_with_mqa,
-    kv_b_proj; of Mixtral's experts w1, w2, w3. Of a layer's experts all have. null: all that the model has."""
+    """Matrices with an adapter, by their names in the checkpoint without the layer, as in PEFT's target_modules. Most
+    models: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. Latent attention: q_a_proj, q_b_proj,
+    kv_a_proj_with_mqa, kv_b_proj. Experts of Mixtral: w1, w2, w3. A name selects all experts of a layer. `null`: all
+    matrices of the model."""
     dropout: NonNegative = Field(default=0.0, lt=1)
-    """Share of an adapter's inputs that count as zero in training."""
+    """Share of an adapter's inputs set to zero in training."""
     path: str | None = None
-    """A folder of PEFT's, with adapter_config.json and adapter_model.safetensors, to start from. null: A is drawn
-    (`seed`), B is zero."""
+    """A PEFT folder to start from, with adapter_config.json and adapter_model.safetensors. `null`: A is random (`seed`)
+    and B is zero."""
 
     @property
     def scale(self) -> float:
+        """The factor of the adapters' output."""
         return self.alpha / self.rank
 
 
-# The config sections of the models that the training backend holds.
+# Models in the training backend.
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Backend = Literal["megatron", "fsdp"]
 Offload = Literal["auto"] | bool
-"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
-and the device is not the host."""
+"""Decides whether a role leaves the device between its tasks. auto: it leaves if it shares ranks with a role in need of
+the memory, and the device is not the host."""
 
 
 def _off(given: object) -> object:
-    """YAML takes a bare off for false."""
+    """Turns YAML's false for a bare `off` back into "off"."""
     return "off" if given is False else given
 
 
 class Parallel(Section):
-    """Parallel sizes of one role; data parallelism is what its ranks leave over."""
+    """Parallel sizes of one role. The remaining factor of its ranks is data parallelism."""
 
     tp: Count = 1
+    """Tensor parallelism: ranks to split matrices over."""
     pp: Count = 1
+    """Pipeline parallelism: stages to split the layers over."""
     vpp: Count = 1
-    """Chunks of consecutive layers that every pipeline stage holds, in turn with the others': interleaved stages, whose
-    pipelines fill and empty in 1/vpp of the time."""
+    """Chunks of consecutive layers on every pipeline stage (interleaved stages). Pipelines fill and drain in 1/vpp of
+    the time."""
     layers_per_stage: tuple[NonNegativeInt, ...] | None = Field(default=None, strict=False)
-    """Of the pp * vpp chunks, by depth. null: as many in each where pp * vpp divides the model's layers; else the
-    embedding and the loss count as a layer each."""
+    """Number of layers in each of the pp * vpp chunks, by depth. `null`: equal numbers if pp * vpp divides the model's
+    layers. Otherwise the embedding and the loss each count as a layer."""
     cp: Count = 1
-    """Context parallelism: every sequence is cut among as many ranks of a replica."""
+    """Context parallelism: ranks of a replica to split every sequence over."""
     ep: Count = 1
-    """Shares of whole experts, over ranks that also work on different samples, or parts of a sequence or a tensor."""
+    """Expert parallelism: shares of whole experts. They are spread over ranks with different samples, parts of a
+    sequence or parts of a tensor."""
     etp: Count | None = None
-    """Ranks that an expert is cut over. None: as many as tp. ep x etp divides the ranks of a pipeline stage."""
+    """Ranks to split an expert over. `null`: tp. ep x etp has to divide the ranks of a pipeline stage."""
     sequence_parallel: bool = False
-    """With tp: tokens are shared out where nothing else is. Models with experts or latent attention always are so."""
+    """With tp: splits tokens over the ranks outside of matrix products. It is always on for models with experts or
+    latent attention."""
 
 
 class MoE(Section):
-    """Experts of the models that are trained."""
+    """Experts of the trained models."""
 
     aux_loss_coef: NonNegative = 0.0
-    """Of the loss that balances the experts' loads within each sample, DeepSeek-AI 2024, "DeepSeek-V3 Technical
-    Report", equations 17 to 20, mean over the layers' samples, which count for what they count in the main loss."""
+    """Coefficient of the loss for balanced loads of experts within each sample: DeepSeek-AI 2024, "DeepSeek-V3
+    Technical Report", equations 17 to 20. It is averaged over layers and samples. A sample has the same weight as in
+    the main loss."""
     z_loss_coef: NonNegative = 0.0
-    """Of the mean squared log-sum-exp of routing scores, Zoph et al. 2022, "ST-MoE", equation 5, of samples alike."""
+    """Coefficient of the mean squared log-sum-exp of routing scores: Zoph et al. 2022, "ST-MoE", equation 5. A sample
+    has the same weight as in the main loss."""
     bias_update_rate: NonNegative = 0.0
-    """By how much each optimizer step raises or lowers the bias by which an expert is chosen that had fewer or more
-    tokens than the mean, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. 0: it stays as
-    it was loaded, and has to in models without such biases (qwen3_moe, mixtral)."""
+    """Change of the selection bias per optimizer step, up for experts with fewer tokens than the mean and down for
+    experts with more: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. `0`: the bias stays
+    as loaded. Models without such biases (qwen3_moe, mixtral) need 0."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
-    """How tokens come to their experts' ranks. deepep, where installed, needs GPUs and dtype bfloat16."""
+    """Transport of tokens to the ranks of their experts. deepep must be installed, and needs GPUs and dtype
+    bfloat16."""
     log_loads: bool = False
-    """Report the load of every expert of every layer; their imbalance is reported in any case."""
+    """Reports the load of every expert of every layer. The imbalance of loads is always reported."""
 
 
 OF_POLICY = ("actor", "inference", "reference", "rollout", "evaluation")
-"""Roles whose models are the policy, as it is, was or begins."""
+"""Roles with the policy as their model, in its present or an earlier state."""
 
 
 class FakeQuantization(Section):
-    """Compute with what the matrices of experts would be after they were rounded to few bits, have engines draw with
-    the same, and train what was not rounded, whose gradients are those of the rounded."""
+    """Trains with expert matrices rounded to few bits in every forward pass. Engines generate with the same rounded
+    matrices. The optimizer updates the unrounded matrices with the gradients of the rounded ones."""
 
     dtype: Literal["int4"] = "int4"
-    """Symmetric: a group's elements are integers from -8 to 7 times its scale, which has model.dtype."""
+    """int4 is symmetric. The elements of a group are integers from -8 to 7 times its scale. Scales have model.dtype."""
     group_size: Count = 128
-    """Consecutive elements of a matrix's row that have one scale. It divides the rows of every rank."""
+    """Number of consecutive elements of a row with a common scale. It has to divide the rows of every rank."""
     scale_divisor: float = Field(default=7.0, ge=7, le=8)
-    """A scale is a group's largest magnitude over this: 7 as slime has it, 7.5 as llm-compressor."""
+    """Divisor of a group's largest magnitude. The result is the scale: 7 as in slime, 7.5 as in llm-compressor."""
 
 
 class Mtp(Section):
-    """Train the layer that predicts a further token (multi-token prediction) of the model's checkpoint by the
-    cross-entropy of the token after next of responses. docs/families.md says of which families."""
+    """Trains the checkpoint's layer for multi-token prediction. Its loss is the cross-entropy of the token after next
+    in responses. docs/families.md lists the model families."""
 
     coef: NonNegative = 0.1
-    """Of that loss, which is added to the algorithm's. A sample's tokens have equal parts of what it counts for in the
-    latter."""
+    """Coefficient of this loss, added to the loss of the algorithm. The tokens of a sample share its weight in the
+    algorithm's loss equally."""
     trains: Literal["layer", "head", "model"] = "layer"
-    """What learns from that loss. layer: that layer alone. head: the vocabulary's head as well. model: all of it, the
-    layers before and the embedding too."""
+    """Parts of the model with gradients from this loss. `layer`: the prediction layer alone. `head`: also the
+    vocabulary head. `model`: the whole model, including the layers before and the embedding."""
 
 
 class Recompute(Section):
+    """Recomputation of activations in backward."""
+
     granularity: Literal["none", "selective", "full"] = "full"
-    """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
+    """`full`: keeps only the inputs of whole layers. `selective`: recomputes parts of every layer."""
     layers: Count | None = None
-    """full: so many layers, the first ones of every chunk (a stage's layers, or with vpp a part of them); null: all."""
+    """With granularity full: number of layers to recompute, from the beginning of every chunk. A chunk is a stage's
+    layers, or a part of them with vpp. `null`: all."""
     modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
-    """selective: which parts. core_attn: what attention puts out. layernorm: what norms put out. mlp: the inside of
-    dense MLPs. moe: the inside of layers of experts, shared ones among them. shared_experts: of these alone.
-    mla_up_proj: queries, keys and values of latent attention."""
+    """With granularity selective: the parts to recompute. `core_attn`: outputs of attention. `layernorm`: outputs of
+    norms. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their shared experts.
+    `shared_experts`: the inside of shared experts. `mla_up_proj`: queries, keys and values of latent attention."""
 
     def full_layers(self, count: int) -> int:
-        """Of a chunk's `count` layers, how many, from the first one on, are computed anew as a whole."""
+        """Returns the number of fully recomputed layers, from the first, in a chunk of `count` layers."""
         return min(self.layers or count, count) if self.granularity == "full" else 0
 
     def repeats(self, module: RecomputedModule) -> bool:
-        """Whether this part of every layer is computed anew on its own."""
+        """Returns whether this part of every layer is recomputed on its own."""
         return self.granularity == "selective" and module in self.modules
 
 
 class Model(Section):
+    """The starting checkpoint, and the computation of models."""
+
     path: Annotated[str, HubName("model")]
-    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
-    OWNER/NAME@REVISION; with hf: before it also where a folder has that name."""
+    """Folder of a Hugging Face checkpoint with config.json, safetensors and tokenizer. Or a name on the hub: OWNER/NAME
+    or OWNER/NAME@REVISION. The prefix hf: selects the hub if a folder has the same name."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights and activations. In float16 losses are scaled, see optimizer.loss_scale."""
+    """Data type of weights and activations. With float16 losses are scaled, see optimizer.loss_scale."""
     residual_dtype: Literal["float32"] | None = None
-    """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md says what it costs and
-    gives."""
+    """Data type of the residual stream in trainer and engine. `null`: dtype. docs/precision.md describes cost and
+    benefit."""
     head_dtype: Literal["float32"] | None = None
-    """Of the product that makes logits; null: dtype."""
+    """Data type of the product for the logits. `null`: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is not float32."""
+    """auto uses Transformer Engine if it is installed, a GPU is present and dtype is not float32."""
     recompute: Literal["none", "selective", "full"] | Recompute = "none"
-    """Activations that backward computes anew, in Megatron's terms. selective: {granularity: selective}; full:
-    {granularity: full}."""
+    """Recomputes activations in backward to save memory, in Megatron's terms. `selective`: {granularity: selective}.
+    `full`: {granularity: full}."""
     activation_offload: bool = False
-    """Have the host keep what layers leave for backward, all but a stage's last: copied there while the next layers are
-    computed, and back while the backward of the layer behind is. With recompute full: their inputs."""
+    """Keeps activations for backward on the host, except those of a stage's last layer. Copies overlap with the
+    computation of neighbouring layers. With recompute full only the inputs of layers are copied."""
     logits_chunk_tokens: Count | None = None
-    """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
-    memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""
+    """Number of tokens with logits in memory at a time. Logits are then computed twice. This costs a third more
+    vocabulary products and saves the memory of a micro-batch's logits and their gradient. `null`: the logits of a whole
+    micro-batch, computed once."""
     cp_communication: Literal["auto", "all_to_all"] = "auto"
-    """With context parallelism. auto: keys and values of all ranks go to each of them, with Transformer Engine round a
-    ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
-    Transformer Engine must be new enough to do so with packed sequences."""
+    """With context parallelism. `auto`: every rank receives the keys and values of all ranks, with Transformer Engine
+    in a ring during attention, else by one all-gather. `all_to_all`: every rank has all tokens for some heads. It needs
+    a Transformer Engine with support for packed sequences in this mode."""
     moe: MoE = MoE()
     lora: Lora | None = None
-    """Of the actor. null: all of its weights are trained."""
+    """Adapters of the actor. `null`: all of its weights are trained."""
     fake_quantization: FakeQuantization | None = None
-    """Of the actor, and so of inference, the reference and the engines: training that knows that its weights will be
-    served in INT4. null: weights are as they are."""
+    """Rounding of the policy's expert matrices in training: actor, inference, reference and engines. Use it for a model
+    to be served in INT4. `null`: no rounding."""
     router_replay: Annotated[Literal["off", "rollout", "recompute"], BeforeValidator(_off)] = "off"
-    """Which experts the actor's tokens visit. off: those that its routers choose in each pass. rollout: those that the
-    engine had chosen which drew the tokens, in the pass of the old log-probs as in training. recompute: in training
-    those of the pass of the old log-probs. docs/experts.md says for which tokens."""
+    """Choice of experts for the actor's tokens. `off`: the routers choose in every pass. `rollout`: the choices of the
+    engine, in the pass for the old log-probs and in training. `recompute`: training repeats the choices of the pass for
+    the old log-probs. docs/experts.md lists the tokens."""
 
     mtp: Mtp | None = None
-    """Of the actor. null: layers that predict further tokens stay as the checkpoint has them."""
+    """Multi-token prediction of the actor. `null`: its prediction layers stay as in the checkpoint."""
 
     @property
     def recomputed(self) -> Recompute:
+        """The setting `recompute` as a section."""
         given = self.recompute
         return Recompute(granularity=given) if isinstance(given, str) else given
 
     @property
     def residual(self) -> str:
-        """The type of the residual stream."""
+        """The data type of the residual stream."""
         return self.residual_dtype or self.dtype
 
     @property
     def head(self) -> str:
-        """The type in which logits are made."""
+        """The data type of the logits."""
         return self.head_dtype or self.dtype
 
 
 class LossScale(Section):
-    """What losses are multiplied by with model.dtype float16, so that small gradients do not become zero. Optimizer
-    steps whose gradients overflow are skipped, and halve it. Losses are sums over tokens here, whose gradients are as
-    many times larger than those of means: it is small where other frameworks begin with 65536 and more."""
+    """Loss scaling for model.dtype float16. It keeps small gradients from becoming zero. Optimizer steps with
+    overflowing gradients are skipped, and halve the scale. Losses are sums over tokens, with larger gradients than
+    means. The scale is therefore smaller than the usual 65536 of other frameworks."""
 
     initial: Positive = 128.0
+    """Scale at the first step."""
     window: Count = 200
-    """Optimizer steps without an overflow after which it is doubled."""
+    """Number of optimizer steps without an overflow before the scale doubles."""
     hysteresis: Count = 1
-    """Overflows before it is halved."""
+    """Number of overflows before the scale is halved."""
     minimum: Positive = 2.0**-10
-    """Gradients that overflow at this one count as a step that diverged (on_divergence)."""
+    """Smallest scale. An overflow at this scale counts as a diverged step (on_divergence)."""
 
 
 class Muon(Section):
-    """With optimizer.name muon, of the matrices of layers."""
+    """Settings of optimizer.name muon, for the matrices of layers."""
 
     momentum: Share = 0.95
+    """Decay of the momentum per optimizer step."""
     nesterov: bool = True
+    """Uses Nesterov momentum."""
     newton_schulz_steps: Count = 5
-    """Passes of the iteration that makes a matrix orthogonal."""
+    """Iterations of the orthogonalization."""
 
 
 class Optimizer(Section):
-    """Adam with decoupled weight decay, or Muon. docs/optimizer.md says what each costs and gives."""
+    """Adam with decoupled weight decay, or Muon. docs/optimizer.md compares them."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: matrices of layers move by their orthogonalized momentum, whose size is AdamW's, so that lr and
-    weight_decay are as well; embeddings, head, norms, biases and routers by AdamW."""
+    """muon updates matrices of layers by their orthogonalized momentum, scaled to the size of AdamW's updates. lr and
+    weight_decay therefore keep their meaning. Embeddings, head, norms, biases and routers use AdamW."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of what the optimizer keeps beside the fp32 weights; it computes in fp32. bfloat16: half of the memory."""
+    """Data type of the optimizer's moments. The optimizer always computes in fp32. bfloat16 halves their memory."""
     cpu_offload: bool | Share = False
-    """Have fp32 weights and moments on the host, and make the steps there: of all parameters, or of a share of them.
-    With backend fsdp of all, and gradients too: layers come to the device when they compute."""
+    """Keeps fp32 weights and moments on the host, and runs the optimizer there. `true`: all parameters. A number: this
+    share of them. With backend fsdp gradients are on the host too, and layers come to the device for their computation.
+    fsdp allows no share."""
     muon: Muon = Muon()
     lr: Positive = 1e-6
+    """Learning rate after the warm-up."""
     min_lr: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps (mini-batches) of linear warm-up."""
+    """Number of optimizer steps (mini-batches) with linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate from the end of the warm-up to the last optimizer step."""
     weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
     beta1: Fraction = 0.9
+    """Decay of Adam's first moment."""
     beta2: Fraction = 0.95
+    """Decay of Adam's second moment."""
     eps: Positive = 1e-8
+    """Added to the denominator of Adam's update."""
     clip_grad: NonNegative = 1.0
+    """Largest norm of the gradient. A larger gradient is scaled down. `0`: no limit."""
     loss_scale: LossScale = LossScale()
 
 
 class Fsdp(Section):
-    """Models that backend fsdp trains or evaluates."""
+    """Settings of models with backend fsdp."""
 
     replicas: Count = 1
-    """Copies of the model among a role's ranks; consecutive ranks share one. 1: all ranks share one."""
+    """Copies of the model among the ranks of a role. Consecutive ranks share a copy. `1`: all ranks share one."""
     reshard_after_forward: bool = True
-    """Give up a layer's gathered weights between its forward and its backward, which then gathers them again."""
+    """Frees a layer's gathered weights after its forward. Backward then gathers them again."""
 
 
 class Trained(Section):
-    """What the roles with an optimizer have in common."""
+    """Common keys of the roles with an optimizer."""
 
     backend: Backend | None = None
-    """megatron: megatron-core. fsdp: transformers' own model, its parameters sharded over all ranks of the role by
-    torch's fully_shard. None: the actor's, which is megatron."""
+    """`megatron`: megatron-core. `fsdp`: the model of transformers, with parameters sharded over all ranks of the role
+    by torch's fully_shard. `null`: the backend of the actor, by default megatron."""
     fsdp: Fsdp | None = None
-    """None: the actor's."""
+    """Sharding with backend fsdp. `null`: the actor's."""
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: Count = 16384
-    """Sequences are packed into micro-batches of at most this many tokens for each rank of context parallelism: cp
-    times as many together (one longer sequence stands alone)."""
+    """Most tokens of a micro-batch per rank of context parallelism. A micro-batch thus has up to cp times as many. A
+    longer sequence forms a micro-batch alone."""
     distributed_optimizer: bool = True
-    """Shard optimizer states over data-parallel ranks."""
+    """Shards optimizer states over data-parallel ranks."""
     overlap: Literal["auto"] | bool = "auto"
-    """Reduce gradients over data parallelism while backward runs and, with distributed_optimizer, gather weights while
-    the next mini-batch's forward does. auto: on GPUs."""
+    """Overlaps the reduction of gradients over data parallelism with backward. With distributed_optimizer also overlaps
+    the gathering of weights with the next mini-batch's forward. `auto`: on GPUs."""
     gradient_bucket_mb: Positive | None = None
-    """With overlap: gradients, in fp32, that are reduced at once. null: Megatron's choice, 160 MB, and from 40 replicas
-    on 4 MB for each."""
+    """With overlap: size in MB of the fp32 gradients in one reduction. `null`: Megatron's choice, 160 MB, or 4 MB per
+    replica from 40 replicas on."""
     offload: Offload = "auto"
+    """Moves the role's memory to the host between its tasks. `auto`: if it shares ranks with a role in need of the
+    memory and runs on a GPU."""
 
 
 class Actor(Trained):
+    """The trained policy."""
+
     parallel: Parallel = Parallel()
 
 
 class Critic(Trained):
+    """The value model of PPO."""
+
     parallel: Parallel | None = None
-    """None: the actor's."""
+    """Parallel sizes. `null`: the actor's."""
     path: Annotated[str | None, HubName("model")] = None
-    """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
-    actor's starting checkpoint."""
+    """A Hugging Face checkpoint to start from. Without a score head the head starts at zero. `null`: the actor's
+    starting checkpoint."""
     lora: Lora | None = None
-    """Train low-rank adapters and the score head; the rest stays as it was loaded. null: all weights are trained."""
+    """Trains low-rank adapters and the score head, and keeps all other weights as loaded. `null`: all weights are
+    trained."""
     critic_warmup_steps: NonNegativeInt = 0
-    """First steps in which the critic learns and the actor stays as it is."""
+    """Number of first steps with a fixed actor. Only the critic learns in them."""
     value_clip: Positive | None = 0.2
-    """How far a value may move from the one that advantages were made from before its loss is cut; null: no limit."""
+    """Largest move of a value, from the value used for the advantages, before the value loss is clipped. `null`: no
+    limit."""
 
 
 class Evaluating(Section):
-    """What the roles have in common whose model says something of samples and learns nothing."""
+    """Common keys of the roles with a fixed model for evaluating samples."""
 
     backend: Backend | None = None
-    """None: the actor's."""
+    """Training backend. `null`: the actor's."""
     fsdp: Fsdp | None = None
-    """None: the actor's."""
+    """Sharding with backend fsdp. `null`: the actor's."""
     parallel: Parallel | None = None
-    """None: the actor's."""
+    """Parallel sizes. `null`: the actor's."""
     micro_batch_tokens: Count = 16384
+    """Most tokens of a micro-batch, as actor.micro_batch_tokens."""
     offload: Offload = "auto"
+    """Same as actor.offload."""
 
 
 class Reference(Evaluating):
+    """The reference model of the KL penalty and of DPO."""
+
     path: Annotated[str | None, HubName("model")] = None
-    """None: the actor's starting checkpoint."""
+    """A Hugging Face checkpoint. `null`: the actor's starting checkpoint."""
     refresh_every: NonNegativeInt = 0
-    """Steps after which it takes over the actor's weights; 0: it stays as it is."""
+    """Steps between copies of the actor's weights to the reference. `0`: the reference never changes."""
 
 
 class Teacher(Evaluating):
-    """What the actor is taught on what it draws: on-policy distillation."""
+    """On-policy distillation: a teacher evaluates the samples of the actor."""
 
     path: Annotated[str | dict[str, str] | None, HubName("model")] = None
-    """A Hugging Face checkpoint whose vocabulary is the actor's. Or several of one architecture, by name: each row of
-    data.train then says in `column` whose it is."""
+    """A Hugging Face checkpoint with the actor's vocabulary. Or several checkpoints of one architecture, by name. Each
+    row of data.train then names its teacher in `column`."""
     column: str = "teacher"
-    """The column of data.train that names a row's teacher, where `path` has several."""
+    """Column of data.train with the name of a row's teacher, if `path` has several."""
     coef: Positive = 1.0
-    """Of the distance from the teacher."""
+    """Coefficient of the distance from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"
-    """advantage: a token's is lowered by how much likelier it is to the actor than to the teacher, which is a drawn
-    estimate of the reverse KL. loss: the reverse KL is a term of the loss."""
+    """`advantage`: subtracts log-prob of the actor minus log-prob of the teacher from a token's advantage, an estimate
+    of the reverse KL. `loss`: adds the reverse KL to the loss."""
     max_distance: Positive | None = None
-    """Of a token no larger distance counts, with where: advantage in either direction. null: no bound. With where: loss
-    it needs top_k, and a token beyond it has no gradient."""
+    """Largest distance per token. With where: advantage it holds in both directions. With where: loss it needs top_k,
+    and a token beyond it has no gradient. `null`: no limit."""
     top_k: NonNegativeInt | Literal["full"] = 0
-    """where: loss: the KL is taken over as many tokens, those that are likeliest to the teacher, all others being one
-    more outcome; full: over the whole vocabulary. 0: it is estimated from the drawn token."""
+    """With where: loss, number of tokens in the KL. It takes the teacher's likeliest tokens, with all others as one
+    more outcome. `full`: the whole vocabulary. `0`: an estimate from the sampled token."""
     kl: Literal["reverse", "forward"] = "reverse"
-    """reverse: KL(actor || teacher). forward: KL(teacher || actor), with where: loss and top_k."""
+    """`reverse`: KL(actor || teacher). `forward`: KL(teacher || actor), with where: loss and top_k."""
     rest: bool = True
-    """forward: whether all other tokens are one more outcome. false: it is the sum over top_k alone, 0 where that is
-    negative, as verl has it."""
+    """With kl: forward. `true` counts all other tokens as one more outcome. `false` sums over top_k alone, with 0 for a
+    negative sum, as in verl."""
     min_logprob: Annotated[float, Field(lt=0)] | None = None
-    """forward: log-probs below, the teacher's and the actor's, count as this, so that a token which the actor finds all
-    but impossible has no gradient. null: none do."""
+    """With kl: forward. Lower bound of the log-probs of teacher and actor. A token of even lower log-prob under the
+    actor has no gradient. `null`: no bound."""
 
     @property
     def checkpoints(self) -> dict[str, str]:
-        """Folders by name."""
+        """The checkpoint folders by the name of their teacher."""
         return self.path if isinstance(self.path, dict) else {"teacher": self.path or ""}
 
 
 class Inference(Evaluating):
-    """The actor's log-probs before an update, on ranks of their own. It is given the actor's weights whenever the
-    rollout is. Placed on the actor's ranks in the actor's layout it is the actor itself."""
+    """Computes the actor's log-probs before an update, on separate ranks. It receives the actor's weights together
+    with the rollout. On the actor's ranks, with the actor's layout, it is the actor itself."""
 
 
 class RewardModel(Evaluating):
-    """Scores whole responses by a classifier, a *ForSequenceClassification with one label: part of the reward."""
+    """Scores whole responses with a classifier, a *ForSequenceClassification with one label. The score is part of the
+    reward."""
 
     path: Annotated[str | None, HubName("model")] = None
-    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
+    """The Hugging Face checkpoint of the classifier. It may have its own tokenizer and vocabulary."""
     weight: float = 1.0
-    """Of its score in the reward."""
+    """Weight of the score in the reward."""
     name: str = "model"
-    """What its metrics are called by: rollout/reward_<name>."""
+    """Name in metrics: rollout/reward_<name>."""
     chat_template: Literal["auto", "never"] = "auto"
-    """auto: its tokenizer's template, where it has one, writes the conversation; never: the prompt's text and the
-    response, one after the other."""
+    """`auto`: the chat template of the classifier's tokenizer formats the conversation, if it has one. `never`: the
+    text is the prompt followed by the response."""
     ends_with_eos: bool = False
-    """Whether texts end with the tokenizer's eos_token, as `algorithm: reward_model` has them: what a template writes
-    behind the last one is left out, and where there is none it is added."""
+    """Makes texts end with the tokenizer's eos_token, as in `algorithm: reward_model`. Text of a template after the
+    last eos_token is removed. A missing eos_token is added."""
     max_tokens: Count | None = None
-    """Of a longer text only so many at its end are read. None: as many as the model has positions."""
+    """Most tokens of a text. Only the end of a longer text is used. `null`: the positions of the model."""

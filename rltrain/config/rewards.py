@@ -1,4 +1,4 @@
-"""What the config says of rewards."""
+"""The config sections of rewards."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -13,17 +13,19 @@ class RewardPart(Section):
     """One of several reward functions."""
 
     function: str
-    """As reward.function."""
+    """The function, in the form of reward.function."""
     weight: float = 1.0
+    """Weight in the sum."""
     name: str | None = None
-    """What its metrics are called by: rollout/reward_<name>. null: the function's own name, or an URL's host."""
+    """Name in metrics: rollout/reward_<name>. `null`: the name of the function, or the host of a URL."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the function."""
     score_key: str | None = None
-    """As reward.score_key."""
+    """The key of the reward, in the form of reward.score_key."""
 
     @property
     def title(self) -> str:
-        """`name`, or what it is by default."""
+        """Returns `name`, or else the name of the function or the host of its URL."""
         if self.name is not None:
             return self.name
         host = re.match(r"https?://([^/:?#]*)", self.function)
@@ -31,69 +33,79 @@ class RewardPart(Section):
 
 
 class Reward(Section):
+    """The reward functions, and the handling of failures."""
+
     function: str = "exact_match"
-    """exact_match, math, code, environment, an URL, or a user's own "file.py:function", "module:function" or
-    "module.function". Its parameters' names decide how it is called: docs/rewards.md."""
+    """exact_match, math, code, environment, a URL, or your own function: "file.py:function", "module:function" or
+    "module.function". The names of its parameters decide its arguments: docs/rewards.md."""
     functions: tuple[RewardPart, ...] | None = Field(default=None, strict=False)
-    """In the place of `function` several, a list of {function, weight, name, options}: the reward is the weighted
-    sum. []: none, where a model tells what responses are worth."""
+    """Several functions instead of `function`, a list of {function, weight, name, options}. The reward is their
+    weighted sum. `[]`: no function, if a model gives the reward."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the reward function."""
     score_key: str | None = None
-    """Of a dict that the function returns, the key of the reward. null: score."""
+    """Key of the reward in a dict returned by the function. `null`: score."""
     timeout_s: Positive = 5.0
-    """Limit for one sample; past it the sample's reward is 0 and it is counted. A batch has as much for each of its
-    samples, each request to an URL as much. A process's start and first call, which import what the function needs,
-    have a limit of their own (120 s)."""
+    """Time limit for one sample in seconds. A slower sample gets reward 0 and is counted. A batch has this limit times
+    its samples. Each request to a URL has this limit. The start of a process and its first call, with all imports, have
+    a separate limit of 120 s."""
     max_failures: Share = 0.5
-    """Share of the samples of a step, or of an evaluation, that may fail, by an error or at the time limit; each then
-    has reward 0. With more the job ends, and says how the first one failed. 1: only where all of the first ones fail.
-    The default lets a policy that has yet to learn the answers' form trip a function up, and ends a run that would
-    learn from failures more than from rewards."""
+    """Share of the samples of a step or an evaluation allowed to fail by an error or at the time limit. A failed sample
+    gets reward 0. Above this share the job ends and reports the first failure. `1`: the job ends only if all of the
+    first samples scored fail. The default tolerates the format errors of an untrained policy. It stops a run trained
+    mostly on failures."""
     num_workers: Count = 4
-    """Processes per rank that run the function; exact_match and environment need none. Of an URL, requests at once."""
+    """Processes per rank for the function. exact_match and environment need none. For a URL: number of simultaneous
+    requests."""
     calls_in_flight: Count = 32
-    """Calls of an asynchronous function (async def) that a process awaits at once."""
+    """Number of simultaneous calls of an asynchronous function (async def) in one process."""
     retries: NonNegativeInt = 3
-    """Further requests to an URL that cannot be reached, or answers 429 or 5xx, after pauses of 0.5 s, 1 s, 2 s, ..."""
+    """Number of further requests to a URL after a failed connection, status 429 or status 5xx. Pauses between them are
+    0.5 s, 1 s, 2 s, ..."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions that are in use."""
+        """The functions in use."""
         return tuple(part.function for part in self.parts)
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
-        """`functions`, or the only one, `function`."""
+        """Returns `functions`, or `function` as the only part."""
         own = RewardPart(function=self.function, options=self.options, score_key=self.score_key)
         return (own,) if self.functions is None else self.functions
 
     def alone(self, part: RewardPart) -> "Reward":
-        """With the function of `part` as the only one."""
+        """Returns the section with the function of `part` as the only one."""
         own = {"function": part.function, "options": part.options, "score_key": part.score_key}
         return self.model_copy(update={**own, "functions": None})
 
 
 class JudgeSampling(Sampling):
+    """Sampling of the judge's answers."""
+
     temperature: Temperature = 0.0
+    """Sampling temperature. `0`: greedy."""
     max_response_tokens: Count = 512
+    """Most tokens of an answer."""
 
 
 class Judge(Served):
-    """A model that is asked what each response is worth, and answers in words: part of the reward."""
+    """A model that is asked to judge each response in words. The verdict is part of the reward."""
 
     path: Annotated[str | None, HubName("model")] = None
-    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
+    """The Hugging Face checkpoint of the judge. It may have its own tokenizer and vocabulary."""
     weight: float = 1.0
-    """Of its verdicts in the reward."""
+    """Weight of the verdict in the reward."""
     name: str = "judge"
-    """What its metrics are called by: rollout/reward_<name>."""
+    """Name in metrics: rollout/reward_<name>."""
     prompt: str | None = None
-    """What it is asked, or a file that has it: a text with {response}, and as wanted {prompt}, {label}, {conversation}
-    or a column of the row. {{name}} stands for {name}."""
+    """The question for the judge, or a file with it. The text contains {response}, and optionally {prompt}, {label},
+    {conversation} or a column of the row. Write {{name}} for a literal {name}."""
     chat_template: Literal["auto", "never"] = "auto"
-    """auto: its tokenizer's template, where it has one, makes the question a message of the user."""
+    """`auto`: the chat template of the judge's tokenizer makes the question a user message, if there is a template.
+    `never`: the question is plain text."""
     verdict: str = r"([-+]?\d+(?:\.\d+)?)\D*$"
-    """How a number is read from the answer: a regular expression with one group, whose last match counts, or a function
-    of the text, "file.py:function" or "module:function", that returns a number or None. By default the last number."""
+    """Reads a number from the answer. A regular expression with one group, of which the last match counts. Or a
+    function of the text, "file.py:function" or "module:function", with a number or None as result. Default: the last
+    number of the answer."""
     sampling: JudgeSampling = JudgeSampling()

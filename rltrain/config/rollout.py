@@ -7,171 +7,188 @@ from pydantic import Field
 from rltrain.config.models import Offload, Parallel
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Temperature, TokenId, TopK, TopP
 
-# What the config says of environments.
+# Environments.
 
 
 class Agent(Section):
-    """A program or a function of the user's own that draws its turns by HTTP, at the endpoint of an engine: one run
-    for every episode. See docs/endpoint.md."""
+    """Your own program or function as an agent. It generates its turns over HTTP at the endpoint of an engine, with one
+    run per episode. See docs/endpoint.md."""
 
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """The program and its arguments. It runs in a folder of its own; relative paths of files here start at the folder
-    that the job was started in. OPENAI_BASE_URL and the like tell it where the endpoint is."""
+    """The program and its arguments. It runs in its own folder. Relative paths to existing files are resolved in the
+    folder the job was started in. Variables such as OPENAI_BASE_URL contain the address of the endpoint."""
     function: str | None = None
-    """In its place "module:name" or "file.py:name" (row, base_url=..., api_key=...), which may be async."""
+    """A function instead of `command`: "module:name" or "file.py:name". It is called as (row, base_url=...,
+    api_key=...) and may be async."""
     sandbox: Literal["auto", "bubblewrap", "kernel", "none"] = "auto"
-    """What keeps the program from everything but its files and the endpoint; none: a plain process with limits."""
+    """Sandbox of the program. It allows access to the program's own files and the endpoint only. `none`: a plain
+    process with limits."""
     readable: tuple[str, ...] = Field(default=(), strict=False)
-    """Folders that it may read, beside the working directory, Python's and the system's."""
+    """Folders the program may read, in addition to the working directory, Python and the system."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of its environment."""
+    """Environment variables of the program."""
     limits: dict[str, Any] = Field(default_factory=dict)
-    """Of the program, such as {memory_bytes: 2147483648}; see docs/sandbox.md. Its time is env.step_timeout_s."""
+    """Limits of the program, such as {memory_bytes: 2147483648}. See docs/sandbox.md. Its time limit is
+    env.step_timeout_s."""
 
 
 class Endpoint(Section):
-    """HTTP in front of an engine, for the agents of env.agent."""
+    """HTTP endpoint of an engine, for the agents of env.agent."""
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: NonNegativeInt = 0
-    """Of the first engine; the next ones take the next ports. 0: any that is free."""
+    """Port of the first engine. Further engines use the following ports. `0`: any free port."""
     sampling: Literal["override", "refuse"] = "override"
-    """What becomes of a request that asks for another temperature, top_p or top_k than rollout.sampling."""
+    """Decides what happens to requests with another temperature, top_p or top_k than rollout.sampling. `override`:
+    rollout.sampling is used. `refuse`: the request fails."""
     max_sessions: Count = 1024
-    """Open at a time, per engine."""
+    """Most open sessions per engine."""
 
 
 class Env(Section):
-    """Environments, which role env runs: what answers the model's turns, until an episode is done."""
+    """Environments of role env. They answer the turns of the model until the episode is done."""
 
     function: str | None = None
-    """A built-in environment's name, a user's own "module:name" or "file.py:name", or "gymnasium:ID"; see
+    """Name of a built-in environment, your own "module:name" or "file.py:name", or "gymnasium:ID". See
     docs/environments.md."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for it."""
+    """Keyword arguments for the environment."""
     agent: Agent | None = None
-    """In the place of `function`."""
+    """An agent instead of `function`."""
     num_workers: Count = 4
-    """Processes per rank that run environments."""
+    """Number of environment processes per rank."""
     batch_size: Count = 1
-    """Episodes that one environment steps together."""
+    """Number of episodes stepped together by one environment."""
     max_turns: Count = 16
-    """Turns of the model in an episode; one that is not done then is cut."""
+    """Most turns of the model in an episode. A longer episode is cut."""
     max_turn_tokens: Count | None = None
-    """Tokens of one turn; null: what rollout.sampling.max_response_tokens, which limits all of them, leaves."""
+    """Most tokens of one turn. `null`: the remaining tokens of rollout.sampling.max_response_tokens, the limit of all
+    turns together."""
     step_timeout_s: Positive = 30.0
-    """For one step of an environment; one that takes longer is killed with its process and the episode has failed."""
+    """Seconds for one step of an environment. A slower environment is killed with its process, and its episode counts
+    as failed."""
     episode_timeout_s: Positive = 600.0
-    """For all steps of an episode together."""
+    """Seconds for all steps of an episode together."""
     offload: bool = False
-    """Environments with offload() and onload(), which hold memory of the device, give it up between generate tasks."""
+    """Frees the device memory of environments between generate tasks. They need methods offload() and onload()."""
     overlap: bool = True
-    """Environments step while engines decode other samples. false: in turn, for comparison."""
+    """Steps environments while engines decode other samples. `false`: one after the other, for comparison."""
 
 
-# The config section rollout: what draws responses, and how.
+# The rollout.
 
 
 class Sampling(Section):
+    """Sampling of responses."""
+
     temperature: Temperature = 1.0
+    """Sampling temperature. `0`: greedy."""
     top_p: TopP = 1.0
+    """Smallest total probability of the likeliest tokens to sample from. `1`: off."""
     top_k: TopK = 0
-    """0 or -1: off."""
+    """Number of likeliest tokens to sample from. `0` or `-1`: off."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
-    """Strings that end a response, beside the checkpoint's end-of-sequence tokens."""
+    """Strings that end a response, in addition to the checkpoint's end-of-sequence tokens."""
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
-    """Token ids that end a response, and are part of it, beside those of the checkpoint."""
+    """Token ids that end a response, in addition to those of the checkpoint. They are part of the response."""
     max_response_tokens: Count = 1024
+    """Most tokens of a response."""
 
 
 class SGLang(Section):
-    """An engine is a server of its own, a child of the engine's first rank."""
+    """Settings of engine sglang. Each engine is a separate server, a child process of the engine's first rank."""
 
     python: str | None = None
-    """Interpreter of an environment that has SGLang, which pins a torch of its own; null: the rollout's, and of the
-    rollout the one that runs rltrain."""
+    """Python interpreter of an environment with SGLang. SGLang requires its own version of torch. `null`: the
+    interpreter of rollout.sglang, and for the rollout the one running rltrain."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments for the server, by their long names with underscores, such as {attention_backend: fa3}. Checked
-    against the installed version; what rltrain sets itself is refused."""
+    """Further arguments for the server, by their long names with underscores, such as {attention_backend: fa3}. They
+    are checked against the installed version. Arguments set by rltrain are refused."""
     staging_mb: Positive = 512.0
-    """Weights reach an engine's process through two slots of this size per rank."""
+    """Size in MB of each of two staging slots per rank, for weights on their way to the engine's process."""
     start_timeout_s: Positive = 1800.0
-    """For a server that starts; runs only while nothing is added to its log."""
+    """Seconds for the start of a server. The time runs only while its log does not grow."""
     hang_timeout_s: Positive = 300.0
-    """A server that has requests and draws no token for so long is started anew."""
+    """Seconds without a generated token before a server with open requests is restarted."""
     max_restarts: NonNegativeInt = 3
-    """Per engine and run; after as many the job ends."""
+    """Restarts per engine and run. One more ends the job."""
     keep_weights: bool = True
-    """Keep a copy of each engine's weights on the host, for an engine that has to be started anew or comes back to a
-    device that it shares. Without it such an engine ends the job."""
+    """Keeps a copy of each engine's weights on the host. It is needed to restart an engine, or to return it to a shared
+    device. Without it the job ends instead."""
 
     @property
     def heeds_seeds(self) -> bool:
-        """Whether the server draws a response by its request's seed; on CPUs no server does."""
+        """Returns whether the server samples a response by its request's seed. Servers on CPUs never do."""
         return bool(self.args.get("enable_deterministic_inference"))
 
 
 class Http(Section):
-    """Engines are servers that somebody else runs, at `urls`."""
+    """Settings of engine http. The servers run independently of the job, at `urls`."""
 
     weights: Literal["folder", "group"] = "folder"
-    """How new weights reach them. folder: as a checkpoint on shared storage, which they load. group: by broadcasts over
-    a process group of a rank and a server, SGLang's update group; by NCCL on GPUs, else by gloo."""
+    """Transport of new weights to the servers. `folder`: a checkpoint on shared storage. `group`: broadcasts over a
+    process group of a rank and a server, SGLang's update group. Broadcasts use NCCL on GPUs, else gloo."""
     weights_dir: str | None = None
-    """The folder of weights: folder, which they see under the same path; null: <output_dir>/http_weights. It holds the
-    present version, while a sync runs the next one too; with weight_sync.delta the last whole version and what changed
-    since then."""
+    """Folder for weights: folder, with the same path on the servers. `null`: <output_dir>/http_weights. It holds the
+    present version, and during a sync the next version too. With weight_sync.delta it holds the last full version and
+    all changes since."""
     token_env: str | None = None
-    """The environment variable with the token that servers ask for, as Authorization: Bearer."""
+    """Environment variable with the servers' access token, sent as Authorization: Bearer."""
     token_file: str | None = None
-    """The file with it."""
+    """File with the servers' access token."""
     ca_file: str | None = None
-    """Certificates (PEM) that those of https:// URLs are checked with; null: the system's."""
+    """File with the certificates (PEM) to verify https:// URLs. `null`: those of the system."""
     start_timeout_s: Positive = 600.0
-    """For the first of them to answer."""
+    """Seconds until the first server has to answer."""
     update_timeout_s: Positive = 1800.0
-    """For one to load weights; those that come by a group, for each part of them."""
+    """Seconds for a server to load weights. With weights: group the limit holds for each part of them."""
     hang_timeout_s: Positive = 300.0
-    """Where nothing comes of a request for so long its server is given up, and the request goes to another."""
+    """Seconds without progress of a request before its server is given up. The request then moves to another server."""
     max_retries: NonNegativeInt = 8
-    """Of a sample, in a row and without a token drawn; after as many the job ends."""
+    """Retries of a sample in a row without a new token. One more ends the job."""
     reread_s: Positive = 2.0
-    """Between two looks for servers that are new in the file, or are back."""
+    """Seconds between two checks for servers that are new in the file or available again."""
     staging_mb: Positive = 512.0
-    """Of weights that a rank holds at a time on their way, on its device; by way of a group twice as much."""
+    """Device memory in MB of a rank for weights in transfer. With weights: group it needs twice as much."""
 
 
 class Served(Section):
-    """What the roles whose models are served by engines have in common."""
+    """Common keys of the roles with engines."""
 
     engine: Literal["embedded", "sglang", "http"] = "embedded"
-    """embedded: rltrain's own. sglang: SGLang, a server for each. http: servers that run already, at `urls`."""
+    """`embedded`: the engine of rltrain. `sglang`: an SGLang server for each engine. `http`: running servers at
+    `urls`."""
     urls: Annotated[tuple[str, ...], Field(strict=False)] | str = ()
-    """Of the servers of engine http, such as http://10.0.0.5:30000; or a file with one a line, which is read again
-    while the job runs: they may come and go. Each rank of the role asks some of them."""
+    """Addresses of the servers for engine http, such as http://10.0.0.5:30000. Or a file with one address a line. The
+    file is read repeatedly, so servers may join and leave. Each rank of the role uses some of the servers."""
     protocol: Literal["auto", "sglang", "vllm", "openai"] = "auto"
-    """What they speak. auto: each is asked."""
+    """API of the servers. `auto`: each server is asked."""
     http: Http = Http()
     sglang: SGLang = SGLang()
     dtype: Literal["auto", "fp8"] = "auto"
-    """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every
-    block of 128 x 128, quantised on their way to the engine; the rest in model.dtype. The actor's log-probs then differ
-    from the rollout's: see loss.correction."""
+    """Data type of the engines' weights. `auto`: model.dtype. `fp8`: matrices of layers in e4m3 with a scale per block
+    of 128 x 128, quantised on the way to the engine. All other weights keep model.dtype. The actor's log-probs then
+    differ from the rollout's: see loss.correction."""
     parallel: Parallel = Parallel()
-    """Of one engine: its matrices are cut over tp ranks. Experts are dealt out whole to ep shares of these, and each is
-    cut over the tp / ep ranks of its share."""
+    """Parallel sizes of one engine. Matrices are split over tp ranks. Experts are distributed whole over ep shares of
+    these ranks. Each expert is split over the tp / ep ranks of its share."""
     sampling: Sampling = Sampling()
+    """Sampling of responses."""
     max_running_requests: Count = 256
-    """Sequences decoded at once per engine, at most."""
+    """Most sequences decoded at once per engine."""
     max_context_tokens: Count = 4096
-    """Prompt and response together. What the judge is asked in a longer one fails, and is counted."""
+    """Most tokens of prompt and response together. A longer question to the judge fails and is counted."""
     kv_cache_gb: Literal["auto"] | Positive = "auto"
-    """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
-    room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
-    a GPU what is free when the engine has its turn, without what its passes and a weight sync need, and a 20th of
-    the device; on a CPU no limit."""
+    """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. If it runs out, the
+    samples started last are paused. They continue later from their tokens. `auto` on a GPU: the free memory at the
+    engine's turn, minus the needs of its passes and a weight sync, and minus a 20th of the device. `auto` on a CPU: no
+    limit."""
     offload: Offload = "auto"
+    """Same as actor.offload, for the memory of engines."""
 
 
 class Rollout(Served):
+    """The engines that generate responses for training."""
+
     endpoint: Endpoint = Endpoint()

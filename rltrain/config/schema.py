@@ -1,4 +1,4 @@
-"""Every key a config file may hold: type, default and meaning. Objects are frozen; unknown keys are refused."""
+"""Every key of a config file, with type, default and meaning. Objects are frozen, and unknown keys are refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -60,211 +60,230 @@ from rltrain.config.rollout import SGLang as SGLang
 from rltrain.config.section import Count, NonNegative, NonNegativeInt, Positive, Section, Words, split_roles
 from rltrain.tasks.roles import rewarding_roles
 
-# The config section of what must hold while a run goes on.
+# Checks during a run.
 
 
 class Checks(Section):
-    """Trainer and engine, compared after every step on response tokens that were drawn by the weights which the step
-    began with: of older ones they differ by right. null: no limit. And replicas of models that learn, with each
-    other and with what engines have."""
+    """Comparisons of trainer and engine, and of replicas.
+
+    After every step trainer and engine are compared on response tokens from the weights at the start of the step.
+    Tokens from older weights differ for good reasons and are left out. Replicas of trained models can be compared with
+    each other and with the engines.
+    """
 
     max_logprob_diff: Positive | None = None
-    """Of train/fresh_logprob_abs_diff, the mean difference of log-probs."""
+    """Limit of train/fresh_logprob_abs_diff, the mean absolute difference of log-probs. `null`: no limit."""
     max_kl: Positive | None = None
-    """Of train/fresh_kl, the KL of the trainer from the engine."""
+    """Limit of train/fresh_kl, the KL of the trainer from the engine. `null`: no limit."""
     action: Literal["stop", "pause", "warn"] = "stop"
-    """Beyond a limit. stop: the run ends, and the last checkpoint stays the last: none is saved of weights that were
-    trained on such tokens. pause: it is saved at the end of its step and ends with an error, to go on from there when
-    it is started again."""
+    """Reaction to an exceeded limit. `stop`: the run ends, and no checkpoint is saved of weights trained on such
+    tokens. `pause`: the run saves at the end of the step and ends with an error. A new start resumes from there.
+    `warn`: the run continues with a warning."""
     replicas: NonNegativeInt = 0
-    """Every so many steps (0: never) ranks with the same part of the actor or the critic compare checksums of all their
-    weights, and the run ends where one differs, whose rank and parameter are named: a processor that computes wrong
-    numbers, or a memory that does not keep them. With the weights of such a step engines' are compared too, as
-    weight_sync.verify has it done with every sync."""
+    """Steps between comparisons of replicas. Ranks with the same part of the actor or the critic compare checksums of
+    their weights. The run ends with rank and parameter of a difference. Such differences come from faulty processors or
+    memory. The engines' weights are compared in these steps too, as with weight_sync.verify. `0`: never."""
 
 
-# The config section preference: what algorithms that learn from pairs make of them.
+# Learning from pairs.
 
 
 class Preference(Section):
+    """Settings of algorithms that learn from pairs: dpo and reward_model."""
+
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """dpo: sigmoid is its own, ipo the squared distance from 1 / (2 beta)."""
+    """dpo: sigmoid is the loss of DPO. ipo is the squared distance from 1 / (2 beta)."""
     beta: Positive = 0.1
-    """dpo: how near the actor stays to the reference; the larger, the nearer."""
+    """dpo: strength of the reference. Larger values keep the actor nearer to it."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """dpo with loss sigmoid: the share of pairs that are taken to be the wrong way round."""
+    """dpo with loss sigmoid: assumed share of pairs with swapped responses."""
     sft_coef: NonNegative = 0.0
-    """dpo: weight of the chosen responses' negative log-prob per token beside the loss."""
+    """dpo: weight of the chosen responses' negative log-prob per token, added to the loss."""
     center_coef: NonNegative = 0.0
-    """reward_model: weight of the square of the sum of a pair's scores, which keeps scores around 0."""
+    """reward_model: weight of the squared sum of a pair's scores. It keeps scores near 0."""
 
 
-# Config section weight_sync.delta.
+# Syncs of changed weights.
 
 
 class WeightDelta(Section):
-    """The weight sync sends what changed since the last one, bit for bit what it would have sent otherwise. With
-    rollout.engine http it sends everything to the rollout's ranks, and these write what changed to
-    rollout.http.weights_dir, for servers that take it: launch/serve.py, and SGLang with rltrain's plugin."""
+    """Sends only changed weights in a weight sync, with bit-for-bit the same result. With rollout.engine http the
+    rollout's ranks receive everything and write the changes to rollout.http.weights_dir. launch/serve.py and SGLang
+    with rltrain's plugin read them."""
 
     full_every: Count = 50
-    """Syncs from one that sends everything to the next. So do the first of a job, every one that finds an engine
-    without the weights of the last, and some behind one that saved nothing because nearly all had changed. Of files,
-    whole ones are written as well once those of what changed have as many bytes."""
+    """Number of syncs from one full sync to the next. The first sync of a job is full too, and so is any sync with an
+    engine without the last weights. So are some syncs after one that saved nothing, because nearly everything had
+    changed. Full files are also written once the files of changes have as many bytes."""
     check_every: NonNegativeInt = 0
-    """Syncs of what changed from one behind which checksums of both sides are compared, as weight_sync.verify does
-    after every sync, to the next; 0: the first of a job alone. Where they differ everything is sent at once, and later
-    ones are all compared. Not for files: those who apply them check what comes of it every time."""
+    """Number of delta syncs from one checksum comparison to the next, as with weight_sync.verify. After a difference
+    everything is sent at once, and all later syncs are compared. `0`: only the first of a job. Files are not affected,
+    as their readers always check them."""
     keep_on: Literal["device", "host"] = "device"
-    """Where a rank keeps what it sent or wrote last: as many bytes as when that is everything."""
+    """Place of a rank's copy of its last sent or written weights. The copy is as large as a full sync."""
     in_shared_memory: bool = False
-    """Compare what passes through memory that ranks of a node share on CPUs as well. To copy all of it takes no longer,
-    so this is for measuring and for tests."""
+    """Also sends only changes through memory shared by ranks of a node on CPUs. A full copy is as fast, so this is for
+    measurements and tests."""
 
 
-# The config's sections on what a run leaves behind: checkpoints and logs.
+# Checkpoints and logs.
 
 
 class MemoryCheckpoints(Section):
-    """Checkpoints of the whole run in the nodes' memory, each node's on the next node too."""
+    """Checkpoints of the whole run in the memory of the nodes. Each node also keeps a copy of its neighbour's."""
 
     interval: Count = 1
-    """Steps between them."""
+    """Steps between checkpoints."""
     folder: str = "/dev/shm"
-    """A folder of every node's own, in memory (a tmpfs); $NAME stands for a variable of the node's environment. Up to
-    four checkpoints are in it: of each the files of the node's ranks, and those of the node before. A job whose
-    node has no room for three is refused."""
+    """A local folder of every node in memory (a tmpfs). $NAME is replaced by an environment variable of the node. It
+    holds up to four checkpoints, each with the files of the node and of its neighbour. A job is refused if a node has
+    no room for three."""
 
 
 class Checkpoint(Section):
+    """Checkpoints of the run, and exports of the actor."""
+
     save_hf: bool = True
-    """Write the trained actor in Hugging Face format to <output_dir>/hf at the end."""
+    """Writes the trained actor in Hugging Face format to <output_dir>/hf at the end."""
     save_hf_interval: NonNegativeInt = 0
-    """Steps between further exports of the actor, to <output_dir>/hf_steps/step_<number>; 0: none."""
+    """Steps between further exports of the actor to <output_dir>/hf_steps/step_<number>. `0`: none."""
     save_interval: NonNegativeInt = 0
-    """Steps between checkpoints of the whole run, from which it goes on as if it had never stopped. One is saved after
-    the last step too. 0: none by steps."""
+    """Steps between checkpoints of the whole run. A resumed run continues as if it had never stopped. One more is saved
+    after the last step. `0`: none by steps."""
     save_every_s: NonNegative | None = 600.0
-    """Seconds between checkpoints of the whole run, which are saved at the end of a step, beside those of
-    save_interval. A run that has saved one saves after its last step too. 0 or null: none by time. Where either key
-    asks for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C save one as well."""
+    """Seconds between checkpoints of the whole run, in addition to those of save_interval. They are saved at the end of
+    a step. A run that has saved one also saves after its last step. `0` or `null`: none by time. With either key set,
+    SIGTERM, SIGUSR1 and Ctrl-C also save one."""
     dir: str | None = None
-    """A folder that all nodes see. None: <output_dir>/checkpoints."""
+    """A folder visible to all nodes. `null`: <output_dir>/checkpoints."""
     keep: NonNegativeInt = 2
-    """How many of the newest checkpoints stay; 0: all."""
+    """Number of newest checkpoints to keep. `0`: all."""
     resume: Annotated[str, Words("auto, none, or the folder of a checkpoint")] = "auto"
-    """auto: go on from the newest intact checkpoint in checkpoint.dir, and start anew where there is none; none: start
-    anew; or the folder of a checkpoint: later ones in checkpoint.dir are then set aside. A job that torchrun has
-    restarted goes on from what it saved itself."""
+    """`auto`: resumes from the newest intact checkpoint in checkpoint.dir, or starts from the beginning without one.
+    `none`: starts from the beginning. A folder: resumes from this checkpoint and moves later ones in checkpoint.dir out
+    of the way. A job restarted by torchrun resumes from its own checkpoints."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy on the host; false: training waits until all is durable."""
+    """Writes checkpoints during training, from a copy on the host. `false`: training waits until all files are
+    durable."""
     stop_within_s: Positive = 300.0
-    """After SIGTERM or SIGUSR1 the job saves at the end of its step and ends. Where that takes longer it ends without
-    having saved."""
+    """Seconds to save after SIGTERM or SIGUSR1. The job saves at the end of its step and ends. If that takes longer, it
+    ends without saving."""
     memory: MemoryCheckpoints | None = None
-    """Checkpoints in the nodes' memory too, such as {interval: 1}: a job that torchrun has restarted, or that is
-    started again, goes on from the newest one, as long as no two neighbouring nodes were lost. They are removed at the
-    end of the run."""
+    """Checkpoints in the nodes' memory too, such as {interval: 1}. A job restarted by torchrun or by hand resumes from
+    the newest one, unless two neighbouring nodes were lost. They are removed at the end of the run."""
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints of the whole run go to the disk, by steps or by time."""
+        """Returns whether checkpoints of the whole run go to disk, by steps or by time."""
         return bool(self.save_interval or self.save_every_s)
 
 
 class Wandb(Section):
+    """Logging to Weights & Biases."""
+
     project: str | None = None
+    """Project in Weights & Biases. `null`: no logging there."""
     name: str | None = None
+    """Name of the run. `null`: chosen by Weights & Biases."""
     mode: Literal["online", "offline"] | None = None
-    """None: online with a key, offline without."""
+    """`null`: online with a key, offline without."""
 
 
 class Logging(Section):
+    """Records of the run in addition to metrics.jsonl."""
+
     progress: bool = True
+    """Prints the progress of the run."""
     trace: bool = False
-    """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
+    """Writes every rank's tasks, transfers and memory moves to <output_dir>/trace/, for Perfetto and
+    tools/report.py."""
     samples: NonNegativeInt = 4
-    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward. `rendered_prompt` is what the
-    model was shown, where the chat template, the tokenizer or an environment makes another text of the prompt."""
+    """Number of responses per step in <output_dir>/samples.jsonl, with prompt and reward. `rendered_prompt` is the text
+    shown to the model, if a chat template, tokenizer or environment changed the prompt."""
     sample_ids: bool = False
-    """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
+    """Writes the ids of all trained samples of each step to <output_dir>/sample_ids/."""
     tensorboard: bool = False
-    """Write all metrics to <output_dir>/tensorboard; needs the package tensorboard."""
+    """Writes all metrics to <output_dir>/tensorboard. It needs the package tensorboard."""
     wandb: Wandb = Wandb()
 
 
 class WeightSync(Section):
+    """The transfer of the actor's weights to engines and other models."""
+
     bucket_mb: Count = 32
-    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. Ranks that read each
-    other's memory, as on CPUs, do so by at most 4."""
+    """Mebibytes packed and received by a rank at a time, with two of each in flight. Ranks with access to each other's
+    memory, as on CPUs, use at most 4."""
     transport: Literal["planned", "full_gather"] = "planned"
-    """full_gather assembles every tensor in full on every rank, slowly: what the planned one must equal."""
+    """`full_gather` assembles every tensor in full on every rank. It is slow and serves to check the result of
+    planned."""
     verify: bool = False
-    """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
-    differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
+    """Compares checksums of both sides after every sync, reading all weights once. The job ends if a tensor differs. An
+    SGLang server also checks its copy, and is replaced if it differs."""
     delta: WeightDelta | None = None
-    """null: every sync sends everything."""
+    """Sends only changed weights. `null`: every sync sends everything."""
     adapters: Literal["merged", "apart"] = "merged"
-    """With model.lora: engines get weights with the adapters merged. apart: the rollout's engines keep the base, which
-    the first sync brings, and the adapters, which every sync brings, beside each other."""
+    """With model.lora. `merged`: engines receive weights with merged adapters. `apart`: the rollout's engines keep base
+    and adapters separately. Only the first sync sends the base. Every sync sends the adapters."""
 
 
 class Schedule(Section):
-    """How the tasks of different steps and roles overlap. What is legal follows from the placement."""
+    """Overlap of the tasks of different steps and roles. The placement decides which modes are possible."""
 
     mode: Literal["sequential", "pipelined", "asynchronous"] = "sequential"
-    """sequential: step by step. pipelined: prompt groups that are done are worked on while others still decode.
-    asynchronous: the rollout is up to max_staleness steps ahead of training."""
+    """`sequential`: one step after the other. `pipelined`: finished prompt groups are processed while others are still
+    generated. `asynchronous`: the rollout is up to max_staleness steps ahead of training."""
     chunks: Count | None = None
-    """Parts of a step that travel on their own, in the order in which prompt groups get done. None: 4 when pipelined,
-    else 1."""
+    """Number of parts of a step. Each part travels on its own, in the order of finished prompt groups. `null`: 4 if
+    pipelined, else 1."""
     max_staleness: NonNegativeInt = 0
-    """Training step less policy version of any token trained on, at most."""
+    """Largest allowed staleness of a token in training, the training step minus its policy version."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
-    """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on, weighed as loss.correction says. Counted in either case."""
+    """Treatment of samples with tokens over the limit. `drop`: the samples are left out. `mask`: these tokens are left
+    out. `correct`: the samples are trained on, weighted by loss.correction. They are counted in each case."""
     partial_rollouts: bool = False
-    """A generate task ends when enough prompt groups are done; the others go on in the next one."""
+    """A generate task ends when enough prompt groups are done. Unfinished groups continue in the next task."""
     oversampling: Positive = 0.25
-    """With partial_rollouts: prompt groups in flight beyond those of a step, as a fraction of these."""
+    """With partial_rollouts: further prompt groups in flight, as a fraction of a step's groups."""
     sync_every: Count = 1
-    """Steps from one weight sync to the next; max_staleness is then at least one less."""
+    """Steps from one weight sync to the next. max_staleness has to be at least sync_every - 1."""
     in_flight_sync: bool = True
-    """asynchronous: engines take new weights between two decode steps; false: between two generate tasks."""
+    """With mode asynchronous: engines take new weights between two decode steps. `false`: between two generate
+    tasks."""
 
 
 class Residency(Section):
-    """Roles that share ranks give the device to each other in turn."""
+    """Use of the device by roles with common ranks. They use it in turn."""
 
     communicators: Literal["keep", "release"] = "keep"
-    """release destroys the communicators of a role once all its ranks have left the device, and makes them again when
-    it returns."""
+    """`release` destroys the communicators of a role when all its ranks have left the device. They are created again
+    when it returns."""
     prefetch: bool = True
-    """Bring the next role's memory back while the present task ends, where it fits."""
+    """Brings the next role's memory back before the present task ends, if there is room."""
     allocator: Literal["torch", "torch_memory_saver"] = "torch"
-    """torch_memory_saver, where installed, releases physical memory under unchanged addresses."""
+    """`torch_memory_saver`, if installed, releases physical memory under unchanged addresses."""
 
 
 class Timeouts(Section):
-    """Limits of waits for other ranks. They run only while no rank of the job shows progress."""
+    """Limits of waits for other ranks. They run only while no rank of the job makes progress."""
 
     no_progress_s: Positive = 1800.0
-    """The job then ends with a message that names the rank, its role, task and step. Longer than the longest piece of
-    work without progress: a micro-batch, a decode step, a reward, a checkpoint file, a first compilation."""
+    """Seconds without progress of any rank before the job ends with the rank at fault, its role, task and step. Choose
+    more than the longest work without progress: a micro-batch, a decode step, a reward, a checkpoint file or a first
+    compilation."""
     lost_s: Positive = 300.0
-    """Without a sign of life of a rank for this long its host counts as lost or cut off, and the job ends, whoever else
-    still gets on; so do ranks whom the job's store has not answered for as long. Longer than the longest call that
-    holds Python's interpreter lock."""
+    """Seconds without a sign of life from a rank before its host counts as lost and the job ends, even if other ranks
+    make progress. A rank without an answer from the job's store for as long ends too. Choose more than the longest call
+    holding Python's interpreter lock."""
     tasks: dict[str, float] = Field(default_factory=dict)
-    """Limits of their own for tasks by name, such as {generate: 7200}."""
+    """Separate limits for tasks by name, such as {generate: 7200}."""
 
 
 class Config(Section):
     """The config of a job.
 
-    Where role env is placed and no reward function is named, the reward is what environments give. Where role reward is
-    not placed then, it is on the rollout's ranks. Where a model scores responses, no environment is placed and no
-    function is named, the model's score is the reward.
+    If role env is placed, role reward is placed on the rollout's ranks by default. The reward then comes from the
+    environments, unless the config names a reward function. If instead a model scores the responses and no function is
+    named, its score is the reward.
     """
 
     algorithm: Literal[
@@ -286,14 +305,17 @@ class Config(Section):
         "reward_model",
         "evaluate",
     ] = "grpo"
-    """own: advantages.function says what advantages are. evaluate: nothing is trained, model.path is evaluated
+    """`own`: advantages come from advantages.function. `evaluate`: evaluates model.path without training
     (launch/evaluate.py)."""
     steps: Count
+    """Number of training steps."""
     seed: NonNegativeInt = 0
+    """Seed of all random numbers: new weights, the order of prompts, and sampling."""
     output_dir: str = "runs/default"
+    """Folder for everything written by the run."""
     placement: dict[str, str | int]
     """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all". One key may
-    say "rest": the ranks that no other one names, however many the job is started with."""
+    have "rest": all ranks not named elsewhere, for any size of the job."""
     model: Model
     data: Data
     schedule: Schedule = Schedule()
@@ -341,7 +363,7 @@ class Config(Section):
         return given
 
     def parallel_of(self, role: str) -> tuple[Parallel, str]:
-        """The parallel sizes of a role and the config key that gives them."""
+        """Returns the parallel sizes of a role and their config key."""
         section: Any = getattr(self, role, None)
         if not hasattr(section, "parallel"):
             return Parallel(), f"placement.{role}"
@@ -350,101 +372,103 @@ class Config(Section):
         return (getattr(self, like).parallel, f"{like}.parallel") if own is None else (own, f"{role}.parallel")
 
     def backend_of(self, role: str) -> Backend:
-        """The training backend of a role's model."""
+        """Returns the training backend of a role's model."""
         own: Backend | None = getattr(getattr(self, role, None), "backend", None)
         return own or self.actor.backend or "megatron"
 
     @property
     def makes_actor_weights(self) -> bool:
-        """Whether what others get of the actor's weights is made when they get it: merged with adapters, or brought to
-        the device."""
+        """Returns whether published weights of the actor are built on demand. They are merged with adapters or brought
+        to the device."""
         return self.model.lora is not None or self.keeps_shards_on_host("actor")
 
     @property
     def makes_served_weights(self) -> bool:
-        """Whether what engines get of the actor's weights is made when they get it: as `makes_actor_weights`, or
+        """Returns whether weights for engines are built on demand. They are as for `makes_actor_weights`, or
         rounded."""
         return self.makes_actor_weights or self.model.fake_quantization is not None
 
     def model_of(self, role: str) -> Model:
-        """What section model says of a role's model. Another's than the policy's computes with weights as they are."""
+        """Returns section model for a role's model. Roles with other models than the policy have no fake
+        quantization."""
         if role in OF_POLICY:
             return self.model
         return self.model.model_copy(update={"fake_quantization": None})
 
     def predicts(self, role: str) -> bool:
-        """Whether a role's model has the layer that predicts a further token as the actor has, which trains it: such as
-        get the actor's weights, or take its place."""
+        """Returns whether a role's model has the actor's prediction layer. Such roles receive the actor's weights or
+        replace it."""
         shares = self.checkpoint_of(role)[0] == self.model.path and self.backend_of(role) == "megatron"
         return self.model.mtp is not None and role in ("actor", "inference", "reference") and shares
 
     @property
     def synced_delta(self) -> WeightDelta | None:
-        """weight_sync.delta where syncs send what changed. To servers that somebody else runs it is files that hold no
-        more than that, made of what a sync has brought."""
+        """The settings of syncs with changes only. None for rollout.engine http. Its syncs bring everything, and the
+        changes are computed for the files."""
         return None if self.rollout.engine == "http" else self.weight_sync.delta
 
     def lora_of(self, role: str) -> Lora | None:
-        """The adapters that a role's model learns in the place of its weights, if it does."""
+        """Returns the adapters trained in a role's model, or None if its own weights are trained."""
         return {"actor": self.model.lora, "critic": self.critic.lora}.get(role)
 
     def keeps_shards_on_host(self, role: str) -> bool:
-        """Whether all that backend fsdp has of a trained role's model is on the host between what it computes."""
+        """Returns whether backend fsdp keeps a trained role's model on the host between computations."""
         trained: Trained = getattr(self, role)
         return self.backend_of(role) == "fsdp" and bool(trained.optimizer.cpu_offload)
 
     def keeps_adapters_apart(self, role: str) -> bool:
-        """Whether engines of `role` have the actor's adapters beside its base, and not merged with it."""
+        """Returns whether engines of `role` keep the actor's adapters separate from the base."""
         return role == "rollout" and self.model.lora is not None and self.weight_sync.adapters == "apart"
 
     def fsdp_of(self, role: str) -> Fsdp:
-        """How a role's model is sharded where its backend is fsdp."""
+        """Returns the sharding settings of a role's model for backend fsdp."""
         own: Fsdp | None = getattr(getattr(self, role, None), "fsdp", None)
         return own or self.actor.fsdp or Fsdp()
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
-        """The folder that a role's model starts from and the config key that gives it."""
+        """Returns the folder of a role's starting checkpoint and its config key."""
         own = getattr(getattr(self, role, None), "path", None)
         if isinstance(own, dict):
             own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     def served(self, role: str) -> Served:
-        """What is said of the engines of a role that has such."""
+        """Returns the engine settings of a role with engines."""
         if role == "evaluation":
             return of_own_engines(self.rollout, self.evaluation)
         section: Served = getattr(self, role)
         return section
 
     def engine_key(self, role: str, key: str) -> str:
-        """Where `key` of what `served` gives stands: what role evaluation does not say is of section rollout."""
+        """Returns the config key of `key` in the result of `served`. Missing keys of role evaluation come from section
+        rollout."""
         has_own = role != "evaluation" or key in self.evaluation.engine_keys
         return f"{role}.{key}" if has_own else f"rollout.{key}"
 
     @property
     def evaluates_apart(self) -> bool:
-        """Whether engines of their own evaluate."""
+        """Returns whether evaluation has its own engines."""
         return "evaluation" in self.placed_roles
 
     @property
     def placed_roles(self) -> frozenset[str]:
-        """All that the keys of `placement` name."""
+        """All roles in the keys of `placement`."""
         return frozenset(role for key in self.placement for role in split_roles(key))
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
-        """Of what the reward is the sum of: its functions, then the models that are placed for it."""
+        """The weights of the terms of the reward: its functions, then the placed models."""
         models = (getattr(self, role).weight for role in rewarding_roles() if role in self.placed_roles)
         return (*(part.weight for part in self.reward.parts), *models)
 
     @property
     def evaluations(self) -> list[EvaluationPlan]:
-        """Of every evaluation set: data.eval's first."""
+        """The plans of all evaluation sets, with data.eval first."""
         return evaluation_plans(self.evaluation, self.data.eval, self.rollout.sampling)
 
     @property
     def stop_metric(self) -> str | None:
-        """The metric that evaluation.stop_at is about; None where nothing is to end the run early."""
+        """The metric compared with evaluation.stop_at. None if no metric ends the run early."""
         if self.evaluation.stop_at is None or not self.evaluations:
             return None
         by_default = ("loss" if self.algorithm == "sft" else "accuracy") if self.scores_held_out else "score"
@@ -452,7 +476,8 @@ class Config(Section):
 
     @property
     def scores_held_out(self) -> bool:
-        """Whether an evaluation is the loss of the rows of data.eval under the actor, which nobody answers."""
+        """Returns whether an evaluation computes the actor's loss on the rows of data.eval, without generated
+        responses."""
         actor_alone = self.placed_roles <= {"actor"} and not self.evaluation.sets
         return self.algorithm in ("dpo", "reward_model") or (self.algorithm == "sft" and actor_alone)
 

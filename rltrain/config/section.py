@@ -1,4 +1,4 @@
-"""What every section of a config file is made of, and the names of roles."""
+"""The base class and the value types of config sections, and the names of roles."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from rltrain.tasks.roles import DECLARED
 
-# What every section of a config file is made of.
+# Value types and the base class.
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -20,7 +20,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class Words:
-    """Says in a message what a key takes, where its type does not."""
+    """Words for a key's type in messages, if the type alone does not describe it."""
 
     text: str
 
@@ -31,8 +31,8 @@ def _temperature(value: float) -> float:
     return value
 
 
-# What a request, a config or an option may ask of sampling, within what logits can be divided by and probabilities be
-# added up to in float32.
+# Limits on sampling in requests, config files and options. Within them dividing logits and summing probabilities stays
+# exact enough in float32.
 Temperature = Annotated[
     float,
     Field(ge=0, le=1e3, allow_inf_nan=False),
@@ -43,30 +43,32 @@ TopP = Annotated[float, Field(ge=1e-6, le=1), Words("a number, at least 0.000001
 TopK = Annotated[
     int, Field(ge=-1, lt=2**31), AfterValidator(lambda value: max(value, 0)), Words("a whole number, at least -1")
 ]
-"""-1 and 0 are both off."""
+"""Number of likeliest tokens to sample from. -1 and 0 both mean off."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 @dataclass(frozen=True)
 class HubName:
-    """Marks a key whose paths may be names on the Hugging Face hub, of what kind of repository."""
+    """Marks a path key. Its values may also name repositories of this kind on the Hugging Face hub."""
 
     kind: Literal["model", "dataset"]
 
 
 class Section(BaseModel):
+    """A section of the config. It is frozen, and refuses unknown keys and wrong types."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# The names of the roles of a run.
+# The names of roles.
 
 
 def role_names() -> tuple[str, ...]:
-    """Every role name, in the order in which roles are listed."""
+    """Returns every role name, in listing order."""
     return tuple(DECLARED)
 
 
 def split_roles(key: str) -> tuple[str, ...]:
-    """The roles that a key of `placement` names: "actor, reference" -> ("actor", "reference")."""
+    """Splits a key of `placement` into its roles: "actor, reference" -> ("actor", "reference")."""
     return tuple(role.strip() for role in key.split(","))

@@ -1,4 +1,4 @@
-"""The command `rltrain import-config`: imports, makes the config fit a GPU, and writes it."""
+"""The command `rltrain import-config`: imports a config, fits its memory to a GPU, and writes it."""
 
 import argparse
 import json
@@ -34,14 +34,14 @@ from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import placement_of
 from rltrain.tasks.roles import model_roles, trained_roles
 
-# Writes an import as a config file: every value with the key of the source that it comes from.
+# Writes an import as a config file. Every value has a comment with its key in the source.
 
 WIDTH = 118
 ORDER = {name: number for number, name in enumerate(Config.model_fields)}
 
 
 def written(out: Translation, source: str) -> str:
-    """The config file's text."""
+    """Returns the text of the config file."""
     sections = nested(out.settings)
     lines = [
         f"# world size: {out.world_size}",
@@ -50,8 +50,8 @@ def written(out: Translation, source: str) -> str:
     ]
     for name in sorted(sections, key=lambda key: ORDER.get(key, len(ORDER))):
         lines += _lines(name, sections[name], 0)
-    lines += _listed("Not translated, and without influence on what is computed:", out.leftovers)
-    lines += _listed("NOT TRANSLATED, ALTHOUGH IT CHANGES WHAT IS COMPUTED:", out.differences)
+    lines += _listed("Not translated, without influence on results:", out.leftovers)
+    lines += _listed("NOT TRANSLATED, BUT CHANGES RESULTS:", out.differences)
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +65,7 @@ def _lines(name: str, value: Any, depth: int) -> list[str]:
 
 
 def scalar(value: Any) -> str:
-    """On one line."""
+    """Returns a value as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {scalar(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -86,45 +86,47 @@ def _short(value: Any) -> Any:
     return value if len(text) <= 80 else text[:80] + "..."
 
 
-# Where an import would not fit a GPU, settings of memory are chosen that leave what is computed as it is.
+# Settings of memory for an import too large for a GPU. They do not change any result.
 
 LEAST_TOKENS = 2048
-"""Of a micro-batch, and of logits at a time: enough for products at full speed."""
+"""Fewest tokens of a micro-batch, and of logits at a time. Products still run at full speed."""
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
-"""Policy losses that look at a micro-batch as a whole."""
+"""Policy losses over a whole micro-batch."""
 MOST_CHANGES = 12
 TENSOR_PARALLEL = (2, 4, 8)
-"""Tried where Megatron takes the place of a backend whose optimizer stays on the device."""
+"""Sizes to try if Megatron replaces a backend with its optimizer on the device."""
 
 USUAL = "h100"
-"""The GPU where none is named: 80 GB are what most launch scripts that name none were written for."""
+"""The default GPU. Most launch scripts that name no GPU are written for 80 GB."""
 KEEP = "none"
-"""The name that leaves memory as the source has it."""
+"""The name for leaving memory as in the source."""
 
 Changed = Mapping[str, Any]
 """Values of config keys."""
 
 
 def fit_memory(out: Translation, name: str | None) -> None:
-    """Settings of memory for the GPU of this name; None: for the usual one, if the model's config.json is at hand.
-    ConfigError where a GPU is named, and there is no config.json to take the model's shape from."""
+    """Sets memory settings for the GPU called `name`. None selects the usual GPU, if the model's config.json exists.
+
+    Raises ConfigError if a GPU is named without a config.json for the model's shape.
+    """
     path = out.get("model.path")
     if name == KEEP:
         return
     if Path(str(path), "config.json").is_file():
         _fit(out, name or USUAL)
     elif name is None:
-        out.notes.append(f"memory is as the source has it, since {path} has no config.json at hand (--gpu)")
+        out.notes.append(f"memory settings are those of the source, as there is no {path}/config.json (--gpu)")
     else:
         raise ConfigError(
-            f"--gpu: {path} has no config.json at hand, which tells the model's shape; expected a checkpoint's folder, "
-            "as by --set model.path=FOLDER"
+            f"--gpu: there is no {path}/config.json with the model's shape; expected the folder of a checkpoint, for "
+            "example by --set model.path=FOLDER"
         )
 
 
 def _fit(out: Translation, name: str) -> None:
-    """Change what costs least speed until the estimate fits, or nothing helps any more; the dry run then says what is
-    missing."""
+    """Makes the changes with the lowest cost in speed until the estimate fits or no change helps. The dry run then
+    reports the missing memory."""
     gpu = gpu_named(name)
     held = peak_bytes(out, {}, gpu)
     for _ in range(MOST_CHANGES):
@@ -138,11 +140,11 @@ def _fit(out: Translation, name: str) -> None:
         held, chosen = enough[0] if enough else min(helping, key=lambda one: one[0])
         for path, value in chosen.items():
             given = out.settings[path].origin if path in out.settings else None
-            out.set(path, value, f"--gpu {name}: of memory alone" + (f", in the place of {given}" if given else ""))
+            out.set(path, value, f"--gpu {name}: memory only" + (f", instead of {given}" if given else ""))
 
 
 def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
-    """What the fullest rank would hold; None where the result would be refused for something else."""
+    """Returns the bytes on the fullest rank, or None if the config is refused for another reason."""
     settings = {**out.settings, **{path: Setting(value, "") for path, value in changed.items()}}
     try:
         config = Config.model_validate(replace(out, settings=settings).data)
@@ -158,7 +160,7 @@ def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
 
 
 def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
-    """From those that cost least speed to those that cost most."""
+    """Yields possible changes, from the lowest to the highest cost in speed."""
     sharded, placed = out.get("actor.backend") == "fsdp", out.placed.keys()
     if not sharded and out.get("model.logits_chunk_tokens") is None:
         yield {"model.logits_chunk_tokens": LEAST_TOKENS}
@@ -188,7 +190,7 @@ def _of(whole: Any, share: int) -> float:
 
 
 def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
-    """Less memory for keys and values."""
+    """Yields changes with less memory for keys and values."""
     if out.get("rollout.engine") == "embedded":
         given = out.get("rollout.kv_cache_gb")
         shares = (2, 4) if given == "auto" else (2,)
@@ -202,16 +204,16 @@ def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
         yield {"rollout.sglang.args": {**arguments, "mem_fraction_static": round(share - 0.1, 2)}}
 
 
-# The command `rltrain import-config`.
+# The command line.
 
 UNKNOWN_ROWS = RowCounts()
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
-"""The first word of a command has none of these."""
+"""Suffixes of files. The first word of a command has none of them."""
 SHELLS = ("bash", "sh", "source", ".")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 done, 2 a mistake the user can mend."""
+    """Runs the command. Returns the exit status: 0 for success, 2 for a mistake of the user."""
     _read_source(arguments)
     found = imported(
         arguments.framework or framework_of(arguments.source, os.environ),
@@ -238,9 +240,11 @@ def imported(
     allow_differences: bool = False,
     gpu: str | None = None,
 ) -> Translation:
-    """What a config or a command of `framework` becomes, with settings of memory for a `gpu` (see `fit_memory`).
-    ConfigError where it cannot be read, where it changes what is computed by keys that have no counterpart, unless
-    these are allowed, and where the result is no legal config."""
+    """Imports a config or a command of `framework`, with memory settings for `gpu` (see `fit_memory`).
+
+    Raises ConfigError if the source cannot be read or the result is not a valid config. Keys without counterpart that
+    change results raise it too, unless `allow_differences` is set.
+    """
     named = FRAMEWORKS[framework]
     out = translated(named, read(named, source, os.environ), rows)
     for text in settings:
@@ -257,13 +261,13 @@ def imported(
         check_config(Config.model_validate(out.data))
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
+        raise ConfigError(f"the result is not a valid config:\n{problems}\nCorrect it with --set KEY=VALUE") from None
     fit_memory(out, gpu)
     return out
 
 
 def _named_file(source: Sequence[str]) -> str | None:
-    """Returns the file that a source is read from; None where it is a command of its own."""
+    """Returns the file of a source, or None if the source is a command."""
     first, *words = source
     if len(first.split()) != 1:
         return None
@@ -275,8 +279,8 @@ def _named_file(source: Sequence[str]) -> str | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the description and the arguments of the command."""
-    parser.description = "Print a config of rltrain that does what one of another trainer, or its launch script, does."
+    """Adds the description and the arguments of the command to the parser."""
+    parser.description = "Converts a config or launch script of another trainer to a config of rltrain."
     parser.allow_abbrev = False
     _add_options(parser)
     parser.add_argument(
@@ -288,8 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_source(arguments: argparse.Namespace) -> None:
-    """Checks the words of the source, and takes the options out that follow a file; what comes after "--" is the
-    script's."""
+    """Checks the words of the source, and parses options placed after a file. Words after "--" belong to the script."""
     if not arguments.source:
         raise ConfigError("expected a script, a YAML file or a command to import")
     file, *words = arguments.source
@@ -307,16 +310,16 @@ def _read_source(arguments: argparse.Namespace) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="by default what the source shows")
-    parser.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
-    parser.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
+    parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], help="the trainer (default: by the source)")
+    parser.add_argument("--rows", type=int, help="rows of the training files, to compute steps from epochs")
+    parser.add_argument("--steps", type=int, help="steps of the run, instead of those of the source")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of rltrain to set")
     parser.add_argument(
-        "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
+        "--allow-differences", action="store_true", help="import even if keys without counterpart change results"
     )
     parser.add_argument(
         "--gpu",
-        help=f"that settings of memory alone are chosen for, where it would not fit: a100, h100, ..., a YAML file, or "
-        f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
+        help=f"GPU to fit memory settings to: a100, h100, ..., a YAML file, or {KEEP} (default {USUAL}, if the model's "
+        "config.json exists)",
     )
     parser.add_argument("--output", type=Path, help="write to this file")

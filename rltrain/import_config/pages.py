@@ -1,6 +1,6 @@
-"""The pages on coming from other trainers: what is written by hand, with the tables that imports work by.
+"""Makes the pages on coming from other trainers from handwritten templates and the tables of the import rules.
 
-python -m rltrain.import_config.pages    # writes docs/coming_from/*.md from the templates beside them
+python -m rltrain.import_config.pages    # writes docs/coming_from/*.md from the templates in the same folder
 """
 
 import importlib
@@ -18,7 +18,7 @@ TEMPLATE = ".template.md"
 
 
 def page(framework: str) -> str:
-    """Of one of PAGES."""
+    """Returns the text of a page in PAGES."""
     text = (FOLDER / f"{framework}{TEMPLATE}").read_text(encoding="utf-8")
     for name, table in (("one_to_one", one_to_one(framework)), ("left_over", left_over(framework))):
         text = text.replace(f"<!-- {name} -->", table)
@@ -29,13 +29,13 @@ def page(framework: str) -> str:
 
 
 def one_to_one(framework: str) -> str:
-    """Keys that have one counterpart each, with the default that is taken where the source has none."""
+    """Returns the table of keys with exactly one counterpart, with their defaults in the other framework."""
     pairs = {pair.key: pair for pair in PAIRS[framework]}
     return "\n".join(["| key | here | default there |", "| --- | --- | --- |", *map(_row, pairs.values())])
 
 
 def left_over(framework: str) -> str:
-    """Patterns of keys that change nothing of what is computed, by the reason."""
+    """Returns the table of ignored keys by reason. They do not change any result."""
     by_reason: dict[str, list[str]] = {}
     for module in modules_of(framework):
         for name in (name for name in vars(module) if name.endswith("HARMLESS")):
@@ -46,7 +46,7 @@ def left_over(framework: str) -> str:
 
 
 def modules_of(framework: str) -> Iterator[ModuleType]:
-    """Its file, and those beside it that are named after it."""
+    """Yields the rule modules of a framework."""
     for module in pkgutil.iter_modules(import_config.__path__):
         if module.name == framework or module.name.startswith(f"{framework}_"):
             yield importlib.import_module(f"{import_config.__name__}.{module.name}")

@@ -1,4 +1,4 @@
-"""RLinf's keys, of its configs for language models. They are complete: defaults seldom matter."""
+"""Rules for RLinf's configs for language models. These configs are complete, so defaults seldom matter."""
 
 from typing import Any
 
@@ -43,30 +43,31 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mi
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 NEVER = 1e6
-"""No mean ratio is as large."""
+"""A bound that no mean ratio reaches."""
 HARMLESS = by_pattern("""
-of logs and checkpoint files: runner.*
-torchrun starts the ranks: cluster.*
-of reading rows: data.*
-of the engine's speed or memory: rollout.*
-of speed or memory alone: actor.megatron.* actor.optim.*
-of FSDP: actor.fsdp_config.*
-the whole run: actor.lr_sched.*
-the checkpoint's: actor.tokenizer.*
-of the model's shape, which config.json tells, or of speed: actor.model.*
-of speed or memory alone: actor.* inference.* algorithm.logprob_forward_micro_batch_size
+logs and checkpoint files only: runner.*
+ranks are started by torchrun: cluster.*
+reading of rows only: data.*
+speed or memory of the engine only: rollout.*
+speed or memory only: actor.megatron.* actor.optim.*
+settings of FSDP: actor.fsdp_config.*
+the schedule covers the whole run: actor.lr_sched.*
+the checkpoint has the tokenizer: actor.tokenizer.*
+shape of the model (read from config.json), or speed: actor.model.*
+speed or memory only: actor.* inference.* algorithm.logprob_forward_micro_batch_size
     algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
     algorithm.val_rollout_batch_size_per_gpu megatron.*
-of the reward's processes: reward.*
+processes of the reward: reward.*
 no critic: critic.*
-of sampling: algorithm.sampling_params.*
-every mini-batch has samples of all prompts, as far as they go: algorithm.shuffle_rollout
-of Hydra: hydra.* --*
-of logs alone: profiler.*
+other sampling settings: algorithm.sampling_params.*
+every mini-batch has samples of as many prompts as possible: algorithm.shuffle_rollout
+settings of Hydra: hydra.* --*
+logs only: profiler.*
 """)
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of RLinf into `out`."""
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
@@ -92,19 +93,19 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
-    """What RLinf's Megatron leaves out: micro-batches whose ratios are large in the mean."""
+    """Handles RLinf's guard for Megatron. It skips micro-batches with a large mean ratio."""
     key = "algorithm.early_stop_imp_ratio"
     bound = keys.get(key)
     if bound in NOTHING:
         return
     if keys.get("actor.training_backend", "megatron") != "megatron" or real(bound) >= NEVER:
-        out.leave(key, bound, "of Megatron alone, and of bounds that a mean ratio can reach")
+        out.leave(key, bound, "only for Megatron, and for bounds within reach of a mean ratio")
     else:
-        out.differs(key, bound, "a micro-batch with a larger mean ratio teaches nothing there")
+        out.differs(key, bound, "RLinf skips micro-batches with a larger mean ratio")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """The ranks as RLinf writes them: `placement` here takes all of its forms."""
+    """Copies the ranks of RLinf. `placement` accepts all of its forms."""
     nodes = keys.count("cluster.num_nodes", 1)
     largest = 0
     placed_in, groups = keys.under(PLACED), _node_groups(keys.get("cluster.node_groups") or [])
@@ -116,18 +117,18 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         if group in groups:
             value = _on_nodes(value, groups[group])
         elif group not in ("cluster", "node"):
-            out.differs(PLACED + components, group, "no node group is called so")
+            out.differs(PLACED + components, group, "there is no such node group")
         roles = [component.strip() for component in components.split(",")]
         unknown = [role for role in roles if role not in ROLES]
         if unknown:
-            out.differs(PLACED + components, given, f"{', '.join(unknown)} is no role here")
+            out.differs(PLACED + components, given, f"{', '.join(unknown)} is not a role here")
         known = list(dict.fromkeys(ROLES[role] for role in roles if role in ROLES))
         if known:
             out.place(known, value, PLACED + components)
             largest = max([largest, *(int(one) + 1 for one in _numbers(value))])
     placed = out.placed
     if "reward" not in placed and "rollout" in placed:
-        out.place(["reward"], placed["rollout"], "beside the engines")
+        out.place(["reward"], placed["rollout"], "on the ranks of the engines")
     if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in placed and "actor" in placed:
         out.place(["reference"], placed["actor"], "algorithm.kl_beta")
     out.world_size = max(largest, 8 * nodes if largest == 0 or nodes > 1 else largest)
@@ -137,7 +138,7 @@ RANKS_OF_NODE = 8
 
 
 def _node_groups(given: Any) -> dict[str, list[int]]:
-    """The nodes of each group, by its label."""
+    """Returns the nodes of each group by its label."""
     groups = {}
     for group in given if isinstance(given, list) else []:
         nodes = [int(one) for one in _listed(str(group.get("node_ranks", "")))]
@@ -151,9 +152,9 @@ def _listed(text: str) -> list[int]:
 
 
 def _on_nodes(value: str, nodes: list[int]) -> str:
-    """Ranks that are counted within a group of nodes, as ranks of the job; all of them: its nodes."""
+    """Converts ranks counted within a group of nodes to ranks of the job."""
     if nodes != [*range(nodes[0], nodes[0] + len(nodes))]:
-        raise UntranslatableError(f"the nodes {nodes} of a group do not follow one another, as a range needs")
+        raise UntranslatableError(f"the nodes {nodes} of a group are not consecutive; expected a range")
     if value == "all":
         return f"node:{nodes[0]}-{nodes[-1]}" if len(nodes) > 1 else f"node:{nodes[0]}"
     moved = [
@@ -171,7 +172,7 @@ def _numbers(value: str) -> list[str]:
 def _trainer(keys: SourceKeys, out: Translation) -> None:
     backend = keys.get("actor.training_backend", "megatron")
     if backend != "megatron":
-        out.leave("actor.training_backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
+        out.leave("actor.training_backend", backend, "Megatron trains, data-parallel with a distributed optimizer")
     offloads = [key for key in ("enable_offload", "offload_optimizer", "offload_weight", "offload_grad")]
     if any([keys.truth(f"actor.{key}", False) for key in offloads]):
         out.set("actor.offload", True, "actor.enable_offload, ...")
@@ -184,7 +185,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         out.set("model.recompute", str(granularity), "actor.model.recompute_granularity")
     peak = keys.get("actor.lr_sched.max_lr")
     if peak not in NOTHING and real(peak) != out.get("actor.optimizer.lr"):
-        out.set("actor.optimizer.lr", real(peak), "actor.lr_sched.max_lr, which wins over actor.optim.lr")
+        out.set("actor.optimizer.lr", real(peak), "actor.lr_sched.max_lr, instead of actor.optim.lr")
     tokens = keys.get("runner.max_tokens_per_mbs")
     if keys.truth("runner.enable_dynamic_batch_size", False) and tokens not in NOTHING:
         out.set("actor.micro_batch_tokens", count(tokens), "runner.max_tokens_per_mbs")
@@ -197,7 +198,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
 def _algorithm(keys: SourceKeys, out: Translation) -> None:
     name = keys.text("algorithm.adv_type", "grpo")
     if name not in ALGORITHMS:
-        out.differs("algorithm.adv_type", name, "no algorithm here estimates advantages so")
+        out.differs("algorithm.adv_type", name, "no algorithm here has this estimator")
         return
     algorithm = ALGORITHMS[name]
     out.set("algorithm", algorithm, "algorithm.adv_type")
@@ -209,7 +210,7 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     keys.get("algorithm.normalize_advantages")
     kind = keys.text("algorithm.loss_type", "actor")
     if kind not in ("actor", "actor_critic", "math_ppo_actor"):
-        out.differs("algorithm.loss_type", kind, "the loss here is PPO's")
+        out.differs("algorithm.loss_type", kind, "only the loss of PPO is supported")
     clip = keys.get("algorithm.ratio_clip_eps", 0.2)
     ends = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     bounds = [clip if keys.get(end) in NOTHING else keys.get(end) for end in ends]
@@ -221,7 +222,7 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     if beta:
         out.set("loss.kl.coef", beta, "algorithm.kl_beta")
         out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
-        out.set("loss.kl.unbiased", False, "RLinf does not weigh it by the ratio")
+        out.set("loss.kl.unbiased", False, "RLinf does not multiply it by the ratio")
     keys.get("algorithm.kl_penalty_type")
     key = "algorithm.loss_agg_func"
     set_named(out, "loss.normalization", MEANS, key, keys.text(key, "token-mean"), "means")
@@ -255,12 +256,12 @@ def _reward(keys: SourceKeys, out: Translation) -> None:
     if kind == "math":
         out.set("reward.function", "math", "reward.reward_type")
     else:
-        out.differs("reward.reward_type", kind, "a reward of one's own is reward.function: docs/rewards.md")
+        out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md")
     scale = keys.get("reward.reward_scale")
     if scale not in NOTHING and real(scale) != 1:
         parts = [{"function": "math", "weight": real(scale)}]
         out.settings.pop("reward.function", None)
         out.set("reward.functions", parts, "reward.reward_scale")
-        out.notes.append("a wrong answer has reward 0 here and -reward_scale in RLinf: GRPO's advantages are equal")
+        out.notes.append("a wrong answer has reward 0 here, and -reward_scale in RLinf. GRPO's advantages are equal")
     if keys.truth("reward.use_reward_model", False):
         out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")

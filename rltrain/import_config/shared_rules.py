@@ -1,4 +1,5 @@
-"""Rules for keys that several trainers have: engines, adapters, sharding, Megatron's optimizer, INT4, MTP."""
+"""Rules for keys of several trainers: engines, adapters, sharding, Megatron's optimizer, INT4 and multi-token
+prediction."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -7,36 +8,39 @@ from rltrain.import_config import translation
 from rltrain.import_config.translation import NOTHING, SourceKeys, Translation, count, cut_fully_sharded, real, truth
 from rltrain.models.registry import BIASED_ROUTERS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
 
-# Layers that predict further tokens (multi-token prediction), trained as their source trains them or left alone.
+# Layers for multi-token prediction. They are trained as in the source, or left alone.
 
-DRAFTING = "of layers that draft alone"
-APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
+DRAFTING = "layers for speculative decoding only"
+APART = "SkyRL trains them without effect on other layers, and here they stay unchanged (docs/families.md)"
 WEIGHED = (
-    "model.mtp: here each sample's tokens have equal parts of what the sample counts for in the main loss; the source "
-    "takes the mean of every micro-batch's tokens"
+    "model.mtp: the tokens of a sample share the sample's weight in the main loss equally here. The source takes the "
+    "mean over the tokens of a micro-batch"
 )
-SAVED = "model.mtp: engines here draft with no such layer; what it learns is in what is saved and exported"
+SAVED = "model.mtp: engines here do not use the layer for drafting. The trained layer is in checkpoints and exports"
 SHIFTED = (
-    "model.mtp: here the loss is of the tokens of responses; slime's mask of it stands one token earlier, so that it "
-    "has the last token of a prompt, and not that of a response"
+    "model.mtp: the loss covers the tokens of responses here. slime's mask is one token earlier: it includes the last "
+    "token of the prompt, and not that of the response"
 )
 Trained = Literal["layer", "head", "model"]
 
 
 def set_slimes_prediction_layers(keys: SourceKeys, out: Translation) -> None:
-    """slime detaches the last hidden states, the embedding and the head."""
+    """Sets multi-token prediction of slime. It detaches the last hidden states, the embedding and the head."""
     name = "enable-mtp-training"
     if keys.truth(name, False):
         _set(out, name, keys.real("mtp-loss-scaling-factor", 0.2), "layer")
         out.notes.append(SHIFTED)
         layers = keys.get("mtp-num-layers", 1)
         if str(layers) != "1":
-            out.differs("mtp-num-layers", layers, "here one such layer is trained, and no more")
+            out.differs("mtp-num-layers", layers, "only one such layer is trained here")
 
 
 def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
-    """verl detaches the last hidden states and the embedding with `detach_encoder`; the head learns with the Megatron
-    that it pins, core 0.18. `prefix` is that of its model."""
+    """Sets multi-token prediction of verl. `prefix` is the prefix of its model keys.
+
+    With `detach_encoder` it detaches the last hidden states and the embedding. In its version of Megatron, core 0.18,
+    the head still learns.
+    """
     own = prefix + "mtp."
     if megatron and keys.truth(own + "enable", False) and keys.truth(own + "enable_train", False):
         detached = keys.truth(own + "detach_encoder", False)
@@ -48,10 +52,13 @@ def set_verls_prediction_layers(keys: SourceKeys, out: Translation, prefix: str,
 
 
 def leave_skyrls_prediction_layers(keys: SourceKeys, out: Translation, key: str, prefix: str) -> None:
-    """SkyRL's gradients of them have a norm of their own, so that the others learn as without them: a note, as they
-    draft alone. `key` turns their training on; what begins with `prefix` says how."""
+    """Adds a note about SkyRL's multi-token prediction. The layers stay untrained.
+
+    SkyRL clips their gradients separately, so all other parameters learn as without them. `key` enables their training.
+    Keys with `prefix` are its settings.
+    """
     if keys.truth(key, False):
-        out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
+        out.notes.append(f"{key}: prediction layers are for speculative decoding only; {APART}")
         for name, value in keys.under(prefix).items():
             out.leave(prefix + name, value, DRAFTING)
 
@@ -62,45 +69,47 @@ def _set(out: Translation, origin: str, coef: float, trains: Trained) -> None:
     out.notes += [WEIGHED, SAVED]
 
 
-# Which engine takes the place of a source's.
+# The engine replacing the engine of a source.
 
 SERVED_APART = ("sglang", "vllm")
 FROM_REPLAY = "enable_return_routed_experts"
-"""SGLang's argument that follows from model.router_replay."""
+"""Argument of SGLang's server that follows from model.router_replay."""
 
 
 def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
-    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or the family is not one of SGLang's
-    here, which the embedded engine alone does. `arguments` are SGLang's."""
+    """Selects SGLang for SGLang and vLLM. `arguments` are arguments of SGLang's server.
+
+    The embedded engine is used for expert parallelism, latent attention, and families not served by SGLang here.
+    """
     latent = translation.has_latent_attention(out.get("model.path"))
     family = translation.model_config(out.get("model.path")).get("model_type")
     own = family is not None and family not in SERVED_BY_SGLANG
     ep = ep if isinstance(ep, int) else 1
     if named in SERVED_APART and ep == 1 and not latent and not own:
-        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
+        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang instead")
         arguments = {name: value for name, value in arguments.items() if name != FROM_REPLAY}
         if arguments:
             out.set("rollout.sglang.args", arguments, origin)
         return
     reasons = {
-        "it deals out whole experts": ep > 1,
-        "it serves latent attention": latent,
-        f"it serves {family}": own,
-        "it is always there": True,
+        "it supports expert parallelism": ep > 1,
+        "it supports latent attention": latent,
+        f"it supports {family}": own,
+        "it is always available": True,
     }
     why = next(reason for reason, holds in reasons.items() if holds)
-    out.set("rollout.engine", "embedded", f"{named}: rltrain's own in its place, as {why}")
+    out.set("rollout.engine", "embedded", f"{named}: rltrain's engine instead, as {why}")
     if ep > 1:
         tp = out.get("rollout.parallel.tp")
         if tp % ep:
-            out.leave("expert parallel size", ep, f"no divisor of the engine's {tp} ranks; experts are cut over all")
+            out.leave("expert parallel size", ep, f"not a divisor of the engine's {tp} ranks; experts are split")
         else:
             out.set("rollout.parallel.ep", ep, "expert parallel size")
     for name, value in arguments.items():
         out.leave(name, value, "an argument of SGLang's server")
 
 
-# Low-rank adapters of other trainers: verl's and SkyRL's keys name them as PEFT or as Megatron-Bridge does.
+# Low-rank adapters. The keys of verl and SkyRL use the names of PEFT or Megatron-Bridge.
 
 MEGATRON_TARGETS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -111,15 +120,18 @@ MEGATRON_TARGETS = {
 ALL = ("all-linear", "all")
 KNOWN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHARED = (
-    "Megatron-Bridge's adapters of q, k, v, and of gate and up, share one A; here each has its own, as in PEFT's files"
+    "Megatron-Bridge shares one A among the adapters of q, k, v, and of gate, up. Here each has its own, as with PEFT"
 )
 
 
 def set_adapters(
     given: Mapping[str, Any], out: Translation, prefix: str, alpha: float, megatron: bool, section: str = "model.lora"
 ) -> None:
-    """Into the config's `section`. `given`: rank, alpha, targets, exclude, dropout, init, type, path, those that the
-    source has; `alpha` is the source's default. `prefix` names them in messages. A rank of 0 is no adapters."""
+    """Sets the adapters in `section` of the config. A rank of 0 means no adapters.
+
+    `given` has the source's values of rank, alpha, targets, exclude, dropout, init, type and path. `alpha` is the
+    source's default. `prefix` is the prefix of the keys in messages.
+    """
     rank = given.get("rank")
     if rank in NOTHING or not count(rank):
         return
@@ -130,11 +142,11 @@ def set_adapters(
     if dropout not in NOTHING and real(dropout):
         out.set(f"{section}.dropout", real(dropout), prefix + "dropout")
     if given.get("init") not in (*NOTHING, "kaiming"):
-        out.differs(prefix + "init_method", given["init"], "A is drawn uniformly here, as kaiming and PEFT draw it")
+        out.differs(prefix + "init_method", given["init"], "A is initialised uniformly here, as by kaiming and PEFT")
     if given.get("type") not in (*NOTHING, "lora", "canonical_lora"):
-        out.differs(prefix + "type", given["type"], "adapters here are of the kind lora")
+        out.differs(prefix + "type", given["type"], "adapters here are of type lora")
     if given.get("path") not in NOTHING:
-        out.set(f"{section}.path", str(given["path"]), prefix + "path: PEFT's files")
+        out.set(f"{section}.path", str(given["path"]), prefix + "path: files of PEFT")
     if megatron and given.get("type") != "canonical_lora":
         out.notes.append(SHARED)
 
@@ -143,47 +155,48 @@ def _set_targets(given: Mapping[str, Any], out: Translation, prefix: str, sectio
     targets = given.get("targets")
     excluded = given.get("exclude")
     if excluded not in (*NOTHING, []) and "visual" not in str(excluded):
-        out.differs(prefix + "exclude_modules", excluded, f"write the others as {section}.targets")
+        out.differs(prefix + "exclude_modules", excluded, f"list the remaining ones as {section}.targets")
     if targets in NOTHING or targets in ALL or targets in ([], *([one] for one in ALL)):
         return
     names = [targets] if isinstance(targets, str) else [*targets]
     found = [one for name in names for one in MEGATRON_TARGETS.get(str(name), (str(name),))]
     if set(found) - set(KNOWN):
-        out.differs(prefix + "target_modules", targets, f"matrices with adapters are some of {', '.join(KNOWN)}")
+        out.differs(prefix + "target_modules", targets, f"adapters are possible for {', '.join(KNOWN)}")
     elif set(found) != set(KNOWN):
         out.set(f"{section}.targets", found, prefix + "target_modules")
 
 
-# Training for INT4 by fake quantisation, as other trainers ask for it.
+# Training for INT4 by fake quantization.
 
 WEIGHTS = (
-    "model.fake_quantization: trainer and engines start from weights in bfloat16, so model.path has to be such a "
-    "checkpoint, and not the one in INT4 that the source gives its engines; engines hold the rounded weights in "
-    "model.dtype, which draws as INT4 does and saves no memory"
+    "model.fake_quantization: trainer and engines start from bfloat16 weights, so model.path must be such a checkpoint "
+    "and not the INT4 one of the source's engines. Engines hold the rounded weights in model.dtype. They generate as "
+    "with INT4, but save no memory"
 )
 
 
-# Fully sharded training of other trainers, which is `backend: fsdp` here where that can do what is asked for.
+# Fully sharded training. It becomes `backend: fsdp` if that backend supports all settings.
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
-"""verl's and SkyRL's names of torch's FSDP."""
+"""Names of torch's FSDP in verl and SkyRL."""
 WITH_LOGITS = 16384
-"""Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
+"""Tokens of a micro-batch if the source computes logits in chunks. This does not change what is learned."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, slices: int, section: str) -> None:
-    """How the actor is sharded, and its reference with it.
+    """Sets the sharding of the actor and of its reference.
 
-    `slices` share out a sequence; `section` is the prefix of FSDP's own keys. Megatron takes its place where adapters,
-    sequences that are cut or routers that replay are asked of experts, or sequences that are cut of gated delta nets,
-    as `backend: fsdp` refuses these."""
+    `slices` ranks share a sequence. `section` is the prefix of FSDP's keys. `backend: fsdp` does not support adapters,
+    split sequences or router replay with experts, nor split sequences with gated delta nets. Megatron is used for
+    these.
+    """
     own = {name: keys.get(section + name) for name in ("fsdp_size", "reshard_after_forward")}
-    out.set("actor.parallel.cp", slices, "sequences are shared out by heads")
+    out.set("actor.parallel.cp", slices, "sequences are split by heads")
     reason = _refused(out, name, slices)
     if reason:
         cut_fully_sharded(out, key, name)
-        out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not take {reason}")
+        out.notes.append(f"{key} {name}: Megatron trains, as backend fsdp does not support {reason}")
         return
     out.set("actor.backend", "fsdp", f"{key} {name}")
     size, ranks = own["fsdp_size"], out.num_ranks("actor")
@@ -193,14 +206,14 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
         out.set("actor.fsdp.reshard_after_forward", False, section + "reshard_after_forward")
     chunk = out.settings.pop("model.logits_chunk_tokens", None)
     if chunk is not None:
-        out.leave(chunk.origin, chunk.value, "transformers makes a micro-batch's logits at once: of memory alone")
+        out.leave(chunk.origin, chunk.value, "transformers computes the logits of a micro-batch at once: memory only")
         if out.get("actor.micro_batch_tokens") > WITH_LOGITS:
-            origin = f"in the place of {chunk.origin}: a micro-batch's logits exist at once"
+            origin = f"instead of {chunk.origin}: all logits of a micro-batch exist at once"
             out.set("actor.micro_batch_tokens", WITH_LOGITS, origin)
 
 
 def _refused(out: Translation, name: str, slices: int) -> str | None:
-    """What of the model or the config `backend: fsdp` does not take; None: nothing that can be told here."""
+    """Returns the setting not supported by `backend: fsdp`, or None if none is known."""
     if name not in NAMES:
         return f"the strategy {name}"
     replicas = out.num_ranks("actor") // slices
@@ -209,15 +222,15 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
         return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
     model = translation.language_model(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
-        return "experts that are chosen by a bias"
+        return "experts selected by a bias"
     if model.get("model_type") in UNTOLD_FAMILIES:
-        return "a family whose attention in transformers is not told which tokens are of one sample"
+        return "this model family: its attention in transformers does not separate packed samples"
     if slices > 1 and translation.has_delta_nets(out.get("model.path")):
-        return "slices of sequences with gated delta nets"
+        return "split sequences with gated delta nets"
     asked = {
         "adapters": "model.lora.rank" in out.settings,
-        "slices of sequences": slices > 1,
-        "replayed routers": out.get("model.router_replay") not in ("off", None),
+        "split sequences": slices > 1,
+        "router replay": out.get("model.router_replay") not in ("off", None),
     }
     found = [what for what, given in asked.items() if given]
     if found and any(model.get(experts) for experts in EXPERTS):
@@ -235,8 +248,8 @@ MEGATRON_SIZES = {
 
 
 def set_sizes_of_frozen(keys: SourceKeys, out: Translation, role: str | None, prefix: str) -> None:
-    """Parallel sizes of a model that is evaluated, Megatron's below `prefix`, where any differs from the actor's. None
-    are set without a role."""
+    """Sets the parallel sizes of an evaluated model if one differs from the actor's. `prefix` is the prefix of
+    Megatron's keys. Without a role nothing is set."""
     given = {here: keys.get(prefix + name) for name, here in MEGATRON_SIZES.items()}
     own = {here: count(size) for here, size in given.items() if size not in NOTHING}
     actor = {here: out.get(f"actor.parallel.{here}") for here in given}
@@ -246,12 +259,12 @@ def set_sizes_of_frozen(keys: SourceKeys, out: Translation, role: str | None, pr
                 out.set(f"{role}.parallel.{here}", size, prefix + "*")
 
 
-# Megatron's keys of the optimizer's kind, types and place, which slime, verl and SkyRL hand on.
+# Megatron's optimizer keys, as used by slime, verl and SkyRL.
 
 ADAM = ("adam", "adamw")
 BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 SCALE = 0.2
-"""By which Muon's updates are as large as AdamW's, Liu et al. 2025, arXiv:2502.16982: rltrain's factor."""
+"""Factor giving Muon's updates the size of AdamW's, Liu et al. 2025, arXiv:2502.16982."""
 
 OPTIONS = (
     "optimizer",
@@ -268,13 +281,14 @@ OPTIONS = (
 
 
 def megatron_options(keys: SourceKeys, prefix: str, dashes: bool = False) -> dict[str, Any]:
-    """Those of `OPTIONS` that the source gives below `prefix`, or as flags with dashes."""
+    """Returns the values of `OPTIONS` given below `prefix`, or as flags with dashes."""
     names = {option: prefix + (option.replace("_", "-") if dashes else option) for option in OPTIONS}
     return {option: keys.get(name) for option, name in names.items() if name in keys}
 
 
 def set_megatron_optimizer(given: Mapping[str, Any], out: Translation, prefix: str, momentum: float = 0.95) -> None:
-    """`given` has Megatron's names with underscores; `momentum` is the source's default of Muon's."""
+    """Sets the optimizer. `given` has Megatron's names with underscores. `momentum` is the source's default for
+    Muon."""
     here = "actor.optimizer."
     if truth(given.get("optimizer_cpu_offload", False)):
         share = given.get("optimizer_offload_fraction")
@@ -284,7 +298,7 @@ def set_megatron_optimizer(given: Mapping[str, Any], out: Translation, prefix: s
     if all(one in BFLOAT16 for one in moments):
         out.set(here + "moments_dtype", "bfloat16", prefix + "exp_avg_dtype, exp_avg_sq_dtype")
     elif any(one not in ("fp32", "float32", "torch.float32") for one in moments):
-        out.differs(prefix + "exp_avg_dtype", ", ".join(moments), "both moments have one type here, fp32 or bf16")
+        out.differs(prefix + "exp_avg_dtype", ", ".join(moments), "both moments have the same type here, fp32 or bf16")
     name = str(given.get("optimizer", "adam")).lower()
     if name in ("muon", "dist_muon"):
         _set_muon(given, out, prefix, momentum)
@@ -301,5 +315,5 @@ def _set_muon(given: Mapping[str, Any], out: Translation, prefix: str, momentum:
     out.set(here + "muon.newton_schulz_steps", count(given.get("muon_num_ns_steps", 5)), prefix + "muon_num_ns_steps")
     factor, mode = real(given.get("muon_extra_scale_factor", 1.0)), str(given.get("muon_scale_mode", "spectral"))
     if factor != SCALE or mode != "spectral":
-        reason = f"updates are {SCALE} sqrt(max(rows, columns)) here: spectral with a factor of {SCALE}"
+        reason = f"updates have size {SCALE} sqrt(max(rows, columns)) here: spectral with factor {SCALE}"
         out.differs(prefix + "muon_scale_mode, muon_extra_scale_factor", f"{mode}, {factor}", reason)

@@ -1,4 +1,4 @@
-"""Reads a shell script into a tree of commands."""
+"""Parses a shell script into a tree of commands."""
 
 import re
 from collections.abc import Collection
@@ -6,18 +6,20 @@ from dataclasses import dataclass, replace
 
 from rltrain.errors import ConfigError
 
-# The part of the shell's language that launch scripts are written in, as a tree. Nothing is expanded or run here.
+# The syntax tree of the shell language used in launch scripts. Nothing is expanded or run here.
 
 
 @dataclass(frozen=True)
 class Text:
+    """Literal text."""
+
     text: str
     quoted: bool
 
 
 @dataclass(frozen=True)
 class Variable:
-    """`$NAME`, or what stands between the braces of `${...}`."""
+    """`$NAME`, or the text between the braces of `${...}`."""
 
     expression: str
     quoted: bool
@@ -25,14 +27,14 @@ class Variable:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What stands between `$((` and `))`."""
+    """The text between `$((` and `))`."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """What stands between `$(` and `)`, or between backquotes."""
+    """The text between `$(` and `)`, or between backquotes."""
 
     text: str
     quoted: bool
@@ -44,6 +46,8 @@ Word = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Assignment:
+    """An assignment `name=value`, `name[index]=value` or `name=(...)`. With `appends` it is `+=`."""
+
     name: str
     index: str | None
     appends: bool
@@ -53,7 +57,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Simple:
-    """A command with its arguments, or assignments alone. `here` is a here-document's text."""
+    """A command with its arguments, or assignments alone. `here` is the text of a here-document."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
@@ -63,21 +67,21 @@ class Simple:
 
 @dataclass(frozen=True)
 class Test:
-    """`[[ ... ]]`."""
+    """A test `[[ ... ]]`."""
 
     words: tuple[Word, ...]
 
 
 @dataclass(frozen=True)
 class Calculation:
-    """`(( ... ))`."""
+    """A calculation `(( ... ))`."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Commands with `&&`, `||` or `|` before each but the first; `negated` by `!`."""
+    """Commands joined by `&&`, `||` or `|`. `negated` is true after a `!`."""
 
     first: "Command"
     rest: tuple[tuple[str, "Command"], ...]
@@ -99,7 +103,7 @@ class For:
 
 @dataclass(frozen=True)
 class ForCount:
-    """`for ((initial; condition; step))`."""
+    """A loop `for ((initial; condition; step))`."""
 
     header: tuple[str, str, str]
     body: "Block"
@@ -133,7 +137,7 @@ Command = Simple | Test | Calculation | Chain | If | For | ForCount | While | Ca
 Block = tuple[Command, ...]
 
 
-# Reads the words of a shell script: quotes, `$` expressions, blanks, comments, redirections.
+# The words of a script: quotes, `$` expressions, blanks, comments and redirections.
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SPECIAL = "@*#?$!-0123456789"
@@ -143,7 +147,7 @@ HERE = re.compile(r"[0-9]*<<(-?)(?!<)[ \t]*(\\?)(['\"]?)([A-Za-z_0-9]+)\3")
 
 
 class WordReader:
-    """A cursor over a script's text."""
+    """A cursor over the text of a script."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
@@ -155,6 +159,7 @@ class WordReader:
         return self.text.count("\n", 0, self.at) + 1
 
     def fail(self, what: str) -> ConfigError:
+        """Returns the error for the line at the cursor."""
         return ConfigError(f"{self.name}:{self.line}: {what}; expected a script that the shell accepts")
 
     def peek(self, text: str) -> bool:
@@ -167,7 +172,7 @@ class WordReader:
         return False
 
     def blanks(self, newlines: bool = False) -> None:
-        """Go past blanks, comments and continued lines; also past ends of lines and `;` where `newlines`."""
+        """Skips blanks, comments and continued lines. With `newlines` it also skips line ends and `;`."""
         while self.at < len(self.text):
             char = self.text[self.at]
             if char in " \t\r" or (newlines and char == ";" and not self.peek(";;")):
@@ -183,7 +188,7 @@ class WordReader:
                 return
 
     def newline(self) -> None:
-        """Past the end of a line, and past the here-documents that begin behind it."""
+        """Skips the end of a line, and the here-documents after it."""
         self.at += 1
         for delimiter, strips in self.awaited:
             lines = []
@@ -199,7 +204,7 @@ class WordReader:
         self.awaited = []
 
     def redirection(self) -> bool:
-        """Go past a redirection, if there is one."""
+        """Skips a redirection. Returns whether there was one."""
         if here := HERE.match(self.text, self.at):
             self.at = here.end()
             self.awaited.append((here[4], bool(here[1])))
@@ -213,7 +218,7 @@ class WordReader:
         return True
 
     def word(self, breaks: str = BREAKS) -> Word:
-        """The word at the cursor; empty where there is none."""
+        """Returns the word at the cursor. Empty if there is none."""
         parts: list[Part] = []
         plain = ""
         while self.at < len(self.text):
@@ -291,7 +296,7 @@ class WordReader:
         return Text("$", True)
 
     def _arithmetic(self) -> str | None:
-        """Between `$((` and `))`; None where these are two substitutions."""
+        """Returns the text between `$((` and `))`, or None for two nested substitutions."""
         start = self.at
         self.at += 2
         inside = self._balanced("(", ")")
@@ -301,7 +306,8 @@ class WordReader:
         return None
 
     def _balanced(self, opening: str, closing: str) -> str:
-        """Up to the bracket that closes the one before the cursor, which ends behind it."""
+        """Returns the text up to the closing bracket, and moves the cursor after it. The opening bracket is before the
+        cursor."""
         start, depth = self.at, 1
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -325,7 +331,7 @@ class WordReader:
         raise self.fail(f"a {opening} is not closed")
 
     def calculation(self) -> str:
-        """Between `((` and `))`, the cursor behind the first."""
+        """Returns the text between `((` and `))`. The cursor is after the first."""
         inside = self._balanced("(", ")")
         if not self.take(")"):
             raise self.fail("(( is not closed by ))")
@@ -345,7 +351,7 @@ DECLARING = ("export", "local", "declare", "readonly", "typeset")
 
 
 def parse_script(text: str, name: str) -> Block:
-    """ConfigError with `name` and the line where the text is no script."""
+    """Parses a script. Raises ConfigError with `name` and the line if the text is not a valid script."""
     parser = _Parser(text, name)
     block = parser.block(())
     if parser.at < len(text):
@@ -355,7 +361,7 @@ def parse_script(text: str, name: str) -> Block:
 
 class _Parser(WordReader):
     def block(self, ends: Collection[str]) -> Block:
-        """Commands up to one of `ends`, which stays."""
+        """Returns the commands up to one of `ends`. The cursor stays before it."""
         commands: list[Command] = []
         while True:
             self.blanks(newlines=True)
@@ -445,7 +451,7 @@ class _Parser(WordReader):
         if self.take("(("):
             header = [part.strip() for part in self.calculation().split(";")]
             if len(header) != 3:
-                raise self.fail("for (( )) has not three parts")
+                raise self.fail("for (( )) does not have three parts")
             return ForCount((header[0], header[1], header[2]), self._loop_body())
         name = "".join(part.text for part in self.word() if isinstance(part, Text))
         self.blanks(newlines=True)
@@ -509,7 +515,7 @@ class _Parser(WordReader):
             words.append(word)
 
     def simple(self) -> Simple:
-        """A command. What it is given by `NAME=value` before its name, or by `export NAME=value`, are assignments."""
+        """Returns a simple command. `NAME=value` before its name, and `export NAME=value`, become assignments."""
         line, self.here = self.line, None
         assignments: list[Assignment] = []
         words: list[Word] = []
@@ -524,7 +530,7 @@ class _Parser(WordReader):
                 continue
             word = self.word()
             if self.peek("(") and word and isinstance(word[-1], Text) and not word[-1].quoted:
-                raise self.fail("( stands where no list or function begins")
+                raise self.fail("there is an unexpected (")
             if not word:
                 break
             words.append(word)

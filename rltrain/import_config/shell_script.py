@@ -1,7 +1,7 @@
-"""What commands a shell script would start, and with which arguments, found by reading it: no program is run.
+"""Finds the commands started by a shell script, and their arguments, without running any program.
 
-A program counts as failed where an `if`, or a command with both `&&` and `||`, asks how it ended, as most that are
-asked look for hardware; otherwise as done. What only its output could tell is marked in the values
+A program counts as failed if an `if`, or a command with both `&&` and `||`, checks its exit status. Most such programs
+look for hardware. All other programs count as successful. Unknown output of programs is marked in values
 (`shell_values.UNKNOWN`).
 """
 
@@ -33,7 +33,7 @@ from rltrain.import_config.shell_parser import (
 from rltrain.import_config.shell_values import UNKNOWN, Expansion, Variables, calculate, holds, shown, unknown
 
 MOST_TURNS = 10000
-"""Of all loops of a script together."""
+"""Most iterations of all loops of a script together."""
 DEEPEST = 40
 STEP = re.compile(r"([A-Za-z_]\w*)\s*(=|\+=|-=|\*=|\+\+|--)\s*(.*)", re.DOTALL)
 PRINTING = ("echo", "printf", "seq", "basename", "dirname", "pwd", "cat", "cd")
@@ -43,7 +43,7 @@ BUILT_IN = {"true": True, ":": True, "false": False}
 
 @dataclass(frozen=True)
 class StartedCommand:
-    """A command that the script would start."""
+    """A command started by the script."""
 
     arguments: tuple[str, ...]
     line: int
@@ -51,18 +51,20 @@ class StartedCommand:
 
 @dataclass
 class ScriptReading:
+    """The started commands of a script, with assumptions and unset variables."""
+
     started: list[StartedCommand] = field(default_factory=list)
     assumed: dict[str, None] = field(default_factory=dict)
-    """What was taken to be so without being run, in words."""
+    """Assumptions made without running the script, in words."""
     unset: set[str] = field(default_factory=set)
 
 
 class _LeftError(Exception):
-    """The script, or a function of it, ends here."""
+    """Ends the script or one of its functions."""
 
 
 def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
-    """The commands of the script at `path`. ConfigError, with its line, where it cannot be read."""
+    """Returns the commands of the script at `path`. Raises ConfigError, with the line, if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,6 +73,7 @@ def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, 
 
 
 def read_text(text: str, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
+    """Returns the commands of a script's text."""
     script = _Script(Variables(dict(environment), arguments, name))
     with suppress(_LeftError):
         script.block(parse_script(text, name))
@@ -89,7 +92,7 @@ class _Script:
         self.turns, self.depth = 0, 0
 
     def block(self, commands: Iterable[Command]) -> bool | None:
-        """Whether its last command succeeds; None: that is not known."""
+        """Runs commands. Returns whether the last one succeeds, or None if unknown."""
         status: bool | None = True
         for command in commands:
             status = self.command(command)
@@ -146,7 +149,7 @@ class _Script:
         for patterns, body in case.branches:
             if any(fnmatch.fnmatchcase(value, self.expansion.text(word, as_pattern=True)) for word in patterns):
                 if UNKNOWN in value:
-                    self.assume(f"{shown(value)} was taken to be none of the cases that are named")
+                    self.assume(f"{shown(value)} was assumed to match none of the named cases")
                 return self.block(body)
         return True
 
@@ -178,10 +181,10 @@ class _Script:
     def turn(self) -> None:
         self.turns += 1
         if self.turns > MOST_TURNS:
-            raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} turns")
+            raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} iterations")
 
     def step(self, text: str) -> int | None:
-        """The value of an arithmetic expression, which may assign."""
+        """Returns the value of an arithmetic expression. It may contain an assignment."""
         found = STEP.fullmatch(text.strip())
         if found is None or found[3].startswith("="):
             return calculate(self.expansion.of_string(text), self.variables.text)
@@ -214,7 +217,7 @@ class _Script:
         return None
 
     def built_in(self, arguments: list[str], command: Simple) -> object:
-        """How a command ends that the shell does itself; NotImplemented for a program."""
+        """Runs a built-in command of the shell. Returns its result, or NotImplemented for a program."""
         name, rest = arguments[0], arguments[1:]
         if name in BUILT_IN:
             return BUILT_IN[name]
@@ -243,7 +246,7 @@ class _Script:
         return True
 
     def _scripts(self, name: str, rest: list[str]) -> object:
-        """Scripts that a script reads or starts."""
+        """Runs scripts read or started by a script."""
         if name in ("source", ".") and rest:
             return self._source(rest[0], rest[1:])
         if name == "eval":
@@ -273,12 +276,12 @@ class _Script:
     def deeper(self) -> None:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise ConfigError(f"{self.variables.script}: it calls itself {DEEPEST} deep")
+            raise ConfigError(f"{self.variables.script}: it is nested more than {DEEPEST} levels deep")
 
     def _source(self, name: str, arguments: list[str]) -> bool | None:
         path = Path(self.folder, name)
         if UNKNOWN in name or not path.is_file():
-            self.assume(f"{shown(name)}, which it reads (source), is not there and was left out")
+            self.assume(f"the sourced file {shown(name)} was not found and left out")
             return None
         self.deeper()
         self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))
@@ -295,7 +298,7 @@ class _Script:
             self.depth -= 1
 
     def _prints(self, name: str, rest: list[str], command: Simple) -> object:
-        """Commands that are known to do nothing but print."""
+        """Runs commands that only print."""
         rest = [one for one in rest if one != "--"]
         if name == "cd":
             self.folder = os.path.normpath(os.path.join(self.folder, rest[0])) if rest else self.folder
@@ -319,7 +322,7 @@ class _Script:
         return True
 
     def output(self, text: str) -> str:
-        """What a substitution puts out."""
+        """Returns the output of a substitution."""
         inner = _Script(self.variables, self.reading)
         inner.functions, inner.printed, inner.depth = self.functions, [], self.depth + 1
         inner.deeper()
@@ -341,7 +344,7 @@ class _Script:
 
 
 def _formatted(rest: list[str]) -> str:
-    """printf's %s and %d, each once."""
+    """Formats %s and %d of printf, each once."""
     if not rest:
         return ""
     values = iter(rest[1:])

@@ -1,4 +1,4 @@
-"""Values of shell expressions, and the expansion of words. What only a run could tell is marked."""
+"""Evaluates shell expressions and expands words. Values that only a run could determine are marked."""
 
 import ast
 import fnmatch
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from rltrain.errors import ConfigError
 from rltrain.import_config.shell_parser import Arithmetic, Part, Substitution, Text, Variable, Word, WordReader
 
-# Values of shell expressions: arithmetic and tests. A value that only running a program could tell is marked.
+# Arithmetic and tests.
 
 UNKNOWN = "\ufdd0"
-"""Stands in a value before the text of what would have had to be run, END behind it."""
+"""Marks in a value the beginning of the text that would have to be run. END marks its end."""
 END = "\ufdd1"
 
 OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -50,17 +50,17 @@ OF_FILES: dict[str, Callable[[str], bool]] = {
 
 
 def unknown(text: str) -> str:
-    """A value that running `text` would give."""
+    """Returns the marked value for the result of running `text`."""
     return f"{UNKNOWN}$({text}){END}"
 
 
 def shown(text: str) -> str:
-    """A value as it is shown to a reader."""
+    """Returns a value without marks, for messages."""
     return text.replace(UNKNOWN, "").replace(END, "")
 
 
 def calculate(text: str, value_of: Callable[[str], str]) -> int | None:
-    """The value of an arithmetic expression without assignments; None where it rests on what is not known."""
+    """Returns the value of an arithmetic expression without assignments. None if it depends on an unknown value."""
     if text.strip() and (parts := re.fullmatch(r"([^?]+)\?([^?]+):([^:]+)", text)):
         chosen = calculate(parts[1], value_of)
         return None if chosen is None else calculate(parts[2 if chosen else 3], value_of)
@@ -75,7 +75,7 @@ def calculate(text: str, value_of: Callable[[str], str]) -> int | None:
 
 
 def _number(node: ast.expr, value_of: Callable[[str], str]) -> int:
-    """ValueError where it is none that can be told."""
+    """Returns the value of a node. Raises ValueError if it is unknown."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name):
@@ -105,12 +105,12 @@ def _number(node: ast.expr, value_of: Callable[[str], str]) -> int:
 
 
 def holds(words: Sequence[str], value_of: Callable[[str], str]) -> bool | None:
-    """Whether the test `[ words ]` or `[[ words ]]` holds; None where that cannot be told. ConfigError where it is
-    none."""
+    """Returns whether the test `[ words ]` or `[[ words ]]` holds, or None if unknown. Raises ConfigError if it is not
+    a supported test."""
     rest = [*words]
     result = _either(rest, value_of)
     if rest:
-        raise ConfigError(f"the test [ {' '.join(map(shown, words))} ] is none that is known here")
+        raise ConfigError(f"the test [ {' '.join(map(shown, words))} ] is not supported")
     return result
 
 
@@ -171,7 +171,7 @@ def _compared(first: str, sign: str, second: str, value_of: Callable[[str], str]
     return fnmatch.fnmatchcase(first, second) == (sign != "!=")
 
 
-# Expands the words of a shell script: variables, lists, arithmetic.
+# Expansion of words: variables, lists and arithmetic.
 
 EXPRESSION = re.compile(
     r"(?P<length>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^]]+)\])?(?P<rest>.*)",
@@ -182,21 +182,22 @@ Value = str | list[str]
 
 
 class Variables:
-    """Of a script that is read: a text or a list under each name."""
+    """The variables of a script. Each value is a text or a list."""
 
     def __init__(self, environment: dict[str, str], arguments: Sequence[str], script: str) -> None:
         self.values: dict[str, Value] = {**environment}
         self.arguments = [*arguments]
         self.script = script
         self.unset: set[str] = set()
-        """Names that were asked for, without a default, and have no value."""
+        """Names used without a default and without a value."""
 
     def text(self, name: str) -> str:
-        """The value as one text, of a list its first element."""
+        """Returns the value as one text. For a list it is the first element."""
         found = self.lookup(name)
         return found if isinstance(found, str) else found[0] if found else ""
 
     def lookup(self, name: str) -> Value | None:
+        """Returns the value of a variable or a special parameter, or None if it is not set."""
         if name in ("@", "*"):
             return self.arguments
         if name == "#":
@@ -211,7 +212,7 @@ class Variables:
         return self.values.get(name)
 
     def append(self, name: str, index: str | None, value: Value, appends: bool) -> None:
-        """`name=value`, `name+=value`, `name[index]=value`."""
+        """Assigns `name=value`, `name+=value` or `name[index]=value`."""
         before = self.values.get(name)
         if index is not None and not isinstance(value, list):
             number = calculate(index, self.text) or 0
@@ -228,17 +229,17 @@ class Variables:
 
 
 class Expansion:
-    """`run` gives the output of a substitution."""
+    """Expands words. `run` returns the output of a substitution."""
 
     def __init__(self, variables: Variables, run: Callable[[str], str]) -> None:
         self.variables, self.run = variables, run
 
     def words(self, words: Iterable[Word]) -> list[str]:
-        """The arguments that `words` become: unquoted values are split at blanks, lists into their elements."""
+        """Returns the arguments for `words`. Unquoted values are split at blanks, and lists into elements."""
         return [argument for word in words for argument in self._split(word)]
 
     def text(self, word: Word, as_pattern: bool = False) -> str:
-        """`word` as one text. In a pattern what is quoted means itself."""
+        """Returns `word` as one text. In a pattern quoted characters are literal."""
         texts = []
         for part in word:
             values = self.part(part)
@@ -248,7 +249,7 @@ class Expansion:
         return "".join(texts)
 
     def of_string(self, text: str) -> str:
-        """`text` as between double quotes."""
+        """Expands `text` as if between double quotes."""
         reader = WordReader(text.replace('"', '\\"') + '"', "an expression")
         return self.text(tuple(reader._double_quoted()))
 
@@ -275,6 +276,7 @@ class Expansion:
         return arguments
 
     def part(self, part: Part) -> Value:
+        """Returns the value of a part of a word. Lists keep their elements."""
         if isinstance(part, Text):
             return part.text
         if isinstance(part, Substitution):
@@ -369,5 +371,5 @@ class Expansion:
 
 
 def _fields(text: str) -> list[str]:
-    """Split at blanks, but not inside what is unknown."""
+    """Splits at blanks outside of unknown parts."""
     return re.findall("(?:\ufdd0[^\ufdd1]*\ufdd1|\\S)+", text)

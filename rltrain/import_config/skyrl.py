@@ -1,4 +1,4 @@
-"""SkyRL's keys, those of its supervised trainer, and those that change nothing."""
+"""Rules for SkyRL and its supervised trainer."""
 
 import re
 from collections.abc import Mapping
@@ -52,15 +52,15 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
-# SkyRL's keys that change nothing of what is computed, by pattern, with the reason.
+# Keys of SkyRL without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
-of logs alone: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
+logs only: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
     trainer.enable_ray_* trainer.policy.{record_memory,torch_profiler_config.*}
     trainer.policy.megatron_config.torch_profiler_config.* generator.eval_sampling_params.logprobs
     generator.inference_engine.served_model_name generator.inference_engine.engine_init_kwargs.enable_*
-of checkpoint files: trainer.export_path trainer.resume_path
-of speed or memory alone: trainer.eval_batch_size trainer.micro_* trainer.ref.* trainer.flash_attn
+checkpoint files only: trainer.export_path trainer.resume_path
+speed or memory only: trainer.eval_batch_size trainer.micro_* trainer.ref.* trainer.flash_attn
     trainer.use_expandable_segments trainer.fused_lm_head_* trainer.logprobs_chunk_size trainer.vocab_entropy_*
     trainer.disable_fast_tokenizer trainer.policy.{use_torch_compile,sequence_parallel_size,inference_only_init}
     trainer.policy.megatron_config.{optimizer_config_kwargs.*,ddp_config.*}
@@ -73,73 +73,74 @@ of speed or memory alone: trainer.eval_batch_size trainer.micro_* trainer.ref.* 
     generator.inference_engine.{use_*,offload_*}
     generator.inference_engine.engine_init_kwargs.{kv_*,gdn_prefill_backend,kernel_config.*}
     generator.inference_engine.engine_init_kwargs.{compilation_config*,disable_*} data.*num_workers
-evaluated before the first step always: trainer.eval_before_train
+always evaluated before the first step: trainer.eval_before_train
 no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.critic_* trainer.algorithm.value_clip
-no reference, or the policy's ranks: trainer.placement.ref_*
+no reference, or on the policy's ranks: trainer.placement.ref_*
 rewards are functions: trainer.placement.reward_*
-of the placement: trainer.placement.colocate_*
-sequences are packed always: trainer.remove_microbatch_padding trainer.use_sample_packing
+settings of the placement: trainer.placement.colocate_*
+sequences are always packed: trainer.remove_microbatch_padding trainer.use_sample_packing
 model.dtype: trainer.bf16 generator.inference_engine.model_dtype
-of FSDP: trainer.policy.fsdp_config.*
+settings of FSDP: trainer.policy.fsdp_config.*
 prompts are text: trainer.policy.language_model_only generator.inference_engine.language_model_only
     generator.inference_engine.engine_init_kwargs.language_model_only
-no adapters, or of how they are stored: trainer.policy.model.lora.*
-stages are planned here: trainer.policy.megatron_config.transformer_config_kwargs.{num_layers_in_*,account_for_*}
-config.json tells it: trainer.policy.megatron_config.{moe_router_score_function,moe_router_enable_expert_bias}
-engines get merged weights always: trainer.policy.megatron_config.lora_config.merge_lora
-of layers that draft alone: trainer.policy.megatron_config.mtp_*
+no adapters, or their storage: trainer.policy.model.lora.*
+stages are automatic: trainer.policy.megatron_config.transformer_config_kwargs.{num_layers_in_*,account_for_*}
+read from config.json: trainer.policy.megatron_config.{moe_router_score_function,moe_router_enable_expert_bias}
+engines always receive merged weights: trainer.policy.megatron_config.lora_config.merge_lora
+layers for speculative decoding only: trainer.policy.megatron_config.mtp_*
 no adapters: trainer.policy.megatron_config.lora_config.*
-of checkpoint files: trainer.policy.megatron_config.{*_async_*,dist_ckpt_*}
-engines take prompts as they get free: trainer.fully_async.num_parallel_generation_workers
+checkpoint files only: trainer.policy.megatron_config.{*_async_*,dist_ckpt_*}
+engines take prompts when they are free: trainer.fully_async.num_parallel_generation_workers
 not asynchronous: trainer.fully_async.max_staleness_steps
-of policy_loss_type dual_clip: trainer.algorithm.clip_ratio_c
-no buffer: trainer.algorithm.overlong_buffer_penalty_factor
+only for policy_loss_type dual_clip: trainer.algorithm.clip_ratio_c
+no penalty for long responses: trainer.algorithm.overlong_buffer_penalty_factor
 no penalty: trainer.algorithm.{kl_loss_coef,kl_estimator_type}
 no entropy term: trainer.algorithm.entropy_loss_coef
-the longest response, by which sums are divided: trainer.algorithm.max_seq_len
-no selection: trainer.algorithm.dynamic_sampling.*
-of another policy loss: trainer.algorithm.{cispo.*,kl_cov.*}
-of a single turn: generator.max_input_length
-ids are kept, and never encoded anew: generator.use_conversation_multi_turn
-ids are those that were drawn: generator.append_eos_token_after_stop_str_in_multi_turn
-conversations are one sequence while they can be: generator.step_wise_trajectories generator.merge_stepwise_output
-engines always say them: generator.sampling_params.logprobs
-those of training: generator.eval_sampling_params.stop
-the weight sync is rltrain's own: generator.weight_sync_backend
+sums are divided by the longest response: trainer.algorithm.max_seq_len
+no selection of groups: trainer.algorithm.dynamic_sampling.*
+settings of other policy losses: trainer.algorithm.{cispo.*,kl_cov.*}
+only for several turns: generator.max_input_length
+ids are kept and never encoded again: generator.use_conversation_multi_turn
+ids are those of the engine: generator.append_eos_token_after_stop_str_in_multi_turn
+conversations are one sequence if possible: generator.step_wise_trajectories generator.merge_stepwise_output
+engines always return them: generator.sampling_params.logprobs
+the same as in training: generator.eval_sampling_params.stop
+rltrain has its own weight sync: generator.weight_sync_backend
     generator.inference_engine.{weight_sync_backend,delta_weight_sync.*}
-speculative decoding draws from the same distribution, faster: generator.inference_engine.speculative_config*
-engines are the job's own: generator.inference_engine.external_*
+speculative decoding has the same distribution: generator.inference_engine.speculative_config*
+engines belong to the job: generator.inference_engine.external_*
 rollout.max_context_tokens: generator.inference_engine.engine_init_kwargs.max_model_len
-of other environments: environment.skyrl_gym.*
-the trainer: -m
-of Hydra: --*
+settings of other environments: environment.skyrl_gym.*
+choice of the trainer: -m
+settings of Hydra: --*
 """)
 
 
-# SkyRL's supervised trainer. Defaults are those of skyrl/train/config/sft_config.py.
+# The supervised trainer. Defaults are from skyrl/train/config/sft_config.py.
 
 SFT_SECTIONS = ("model", "optimizer_config", "placement", "megatron_config", "fsdp_config")
 TURNS = {"last_assistant_message": "last", "all_assistant_messages": "all"}
 SPLIT = re.compile(r"(\w+)(?:\[:(\d+)\])?")
-"""A whole split of a data set, or so many of its first rows."""
-ALPACA = "rows of instruction, input and output (Alpaca) have to be written as messages before"
+"""A whole split of a data set, or a number of its first rows."""
+ALPACA = "rows with instruction, input and output (Alpaca) must be converted to messages first"
 SFT_HARMLESS = by_pattern("""
-of logs alone: logger tags record_memory torch_profiler_config.* enable_ray_*
-of checkpoint files: export_path
-held-out conversations are not taken over: data.eval names them here: eval_*
-of speed alone: *num_workers dataloader_* async_batch_collation cache_dir force_recache disable_cache
+logs only: logger tags record_memory torch_profiler_config.* enable_ray_*
+checkpoint files only: export_path
+held-out conversations are not imported, set data.eval: eval_*
+speed only: *num_workers dataloader_* async_batch_collation cache_dir force_recache disable_cache
     use_torch_compile
-sequences are packed always: remove_microbatch_padding use_sample_packing use_sequence_packing
-of use_sequence_packing: max_tokens_per_microbatch
-no adapters, or of how they are stored: model.lora.*
-of FSDP: of memory alone: fsdp_config.*
-of Megatron: of speed or memory alone: megatron_config.*
-the trainer: -m
-of Hydra: --*
+sequences are always packed: remove_microbatch_padding use_sample_packing use_sequence_packing
+only for use_sequence_packing: max_tokens_per_microbatch
+no adapters, or their storage: model.lora.*
+settings of FSDP, memory only: fsdp_config.*
+settings of Megatron, speed or memory only: megatron_config.*
+choice of the trainer: -m
+settings of Hydra: --*
 """)
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of SkyRL's supervised trainer into `out`."""
     out.set("algorithm", "sft", "skyrl.train.main_sft")
     apply(SKYRL_SFT, keys, out, decay=one_of(DECAYS, "learning rates"))
     set_betas(keys, out, "optimizer_config.adam_betas")
@@ -177,21 +178,21 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", None, "conversations have no labels")
     learnt = keys.get("train_on_what", "last_assistant_message")
     if learnt not in TURNS:
-        raise UntranslatableError(f"turns that are learnt are {' or '.join(TURNS)}")
+        raise UntranslatableError(f"train_on_what must be {' or '.join(TURNS)}")
     if TURNS[learnt] != "all":
-        out.set("data.train.learnt_turns", TURNS[learnt], "train_on_what, by default last_assistant_message")
+        out.set("data.train.learnt_turns", TURNS[learnt], "train_on_what, default last_assistant_message")
     sampler = keys.get("sampler", "random")
     if sampler == "sequential":
         out.set("data.shuffle", False, "sampler")
     elif sampler != "random":
-        out.differs("sampler", sampler, "rows are drawn at random or in their order here")
+        out.differs("sampler", sampler, "rows are taken at random or in order here")
     out.notes.append(ALPACA)
 
 
 def _part(name: object, split: str) -> dict[str, Any]:
     found = SPLIT.fullmatch(split)
     if found is None:
-        raise UntranslatableError(f"of {name} the split {split}: a split here is whole, or so many of its first rows")
+        raise UntranslatableError(f"split {split} of {name}: expected a whole split, or a number of its first rows")
     rows = {"max_rows": count(found[2])} if found[2] else {}
     return {"split": found[1], **rows}
 
@@ -199,7 +200,7 @@ def _part(name: object, split: str) -> dict[str, Any]:
 def _sft_batch(keys: SourceKeys, out: Translation) -> None:
     longest = keys.get("max_length")
     if longest in NOTHING:
-        raise UntranslatableError("max_length is not given: a longest conversation is expected here")
+        raise UntranslatableError("max_length is missing; expected the longest conversation in tokens")
     out.set("data.max_prompt_tokens", count(longest), "max_length")
     out.set("data.max_response_tokens", count(longest), "max_length")
     out.set("data.on_bad_row", "skip", "max_length: longer conversations are left out")
@@ -222,7 +223,7 @@ def _sft_trainer(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_megatron(keys: SourceKeys, out: Translation, prefix: str, sizes: Mapping[str, int]) -> None:
-    """`sizes` are SkyRL's defaults of parallel sizes."""
+    """Sets Megatron's keys. `sizes` has SkyRL's defaults of parallel sizes."""
     own = prefix + "optimizer_config_kwargs."
     set_megatron_optimizer(megatron_options(keys, own), out, own)
     for name, here in MEGATRON_SIZES.items():
@@ -230,7 +231,7 @@ def _set_megatron(keys: SourceKeys, out: Translation, prefix: str, sizes: Mappin
         if size not in NOTHING:
             out.set(f"actor.parallel.{here}", count(size), prefix + name)
     if out.get("actor.parallel.tp") > 1:
-        out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
+        out.set("actor.parallel.sequence_parallel", True, "SkyRL uses it with tensor parallelism")
 
 
 def _sft_records(keys: SourceKeys, out: Translation) -> None:
@@ -241,37 +242,44 @@ def _sft_records(keys: SourceKeys, out: Translation) -> None:
         out.set("checkpoint.resume", "none" if resume in NOTHING else str(resume), "resume_from")
 
 
-# SkyRL's engines that somebody else runs: generator.inference_engine.external_server_urls.
+# Independently running engines: generator.inference_engine.external_server_urls.
 
 BACKEND, SYNC_DIR = "weight_sync_backend", ENGINE + "delta_weight_sync.sync_dir"
 URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"
 
 
 def started_by_the_job(keys: SourceKeys) -> bool:
+    """Returns whether the job starts the engines."""
     return truth(keys.first(ENGINE + "run_engines_locally", G + "run_engines_locally", default=True)[1])
 
 
 def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
-    """Whether engines are such servers, asked by the first of the `policy`'s ranks, which need no device for it."""
+    """Returns whether the engines are such servers. The first of the `policy` ranks send the requests, and need no
+    device for it."""
     urls, proxy, local = keys.get(URLS), keys.get(PROXY), started_by_the_job(keys)
     if urls in NOTHING and proxy in NOTHING:
         return False
     if urls in NOTHING or local:
-        out.differs(PROXY if urls in NOTHING else URLS, proxy or urls, "servers are named one by one, all of them")
+        out.differs(
+            PROXY if urls in NOTHING else URLS,
+            proxy or urls,
+            "list every server in external_server_urls, and set run_engines_locally to false",
+        )
         return False
     servers = [urls] if isinstance(urls, str) else [*urls]
     out.set("rollout.engine", "http", URLS)
     out.set("rollout.urls", servers, URLS)
     out.settings.pop("rollout.parallel.tp", None)
-    out.place(["rollout", "reward"], ranks(0, min(len(servers), policy)), URLS + ": ranks that ask")
-    out.notes.append(f"{URLS}: servers load new weights from rollout.http.weights_dir, which they have to see")
+    out.place(["rollout", "reward"], ranks(0, min(len(servers), policy)), URLS + ": ranks that send requests")
+    out.notes.append(f"{URLS}: servers load new weights from rollout.http.weights_dir, so they need access to it")
     if proxy not in NOTHING:
-        out.leave(PROXY, proxy, "servers are asked one by one, the least loaded first")
+        out.leave(PROXY, proxy, "requests go directly to the server with the least load")
     return True
 
 
 def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
-    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints, here from the same folder."""
+    """Sets syncs of changed weights. External servers are vLLM servers and load whole checkpoints from the same
+    folder."""
     name, backend = keys.first(ENGINE + BACKEND, G + BACKEND, default="nccl")
     if backend != "delta":
         return
@@ -282,18 +290,19 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
     if isinstance(folder, str) and "://" not in folder:
         out.set("rollout.http.weights_dir", folder, SYNC_DIR)
     out.notes.append(
-        f"{name}: vLLM's servers load whole checkpoints; with weight_sync.delta: {{}} those of SGLang and of "
-        "launch/serve.py are given files of what changed (docs/engines.md)"
+        f"{name}: vLLM's servers load whole checkpoints. With weight_sync.delta: {{}} servers of SGLang and "
+        "launch/serve.py load files with the changes (docs/engines.md)"
     )
 
 
-# SkyRL's keys. Defaults are those of skyrl/train/config/config.py.
+# The RL trainer. Defaults are from skyrl/train/config/config.py.
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of SkyRL into `out`."""
     if "sft" in keys.text("-m", ""):
         translate_sft(keys, out, rows)
         return
@@ -341,7 +350,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
 
 
 def _gpus(keys: SourceKeys, role: str) -> int:
-    """GPUs of a role; the first releases had the keys right below `trainer`."""
+    """Returns the number of GPUs of a role. In the first releases the keys were directly below `trainer`."""
     number = 1
     for what in ("num_nodes", "num_gpus_per_node"):
         number *= count(keys.first(f"{T}placement.{role}_{what}", f"{T}{role}_{what}", default=1)[1])
@@ -349,7 +358,7 @@ def _gpus(keys: SourceKeys, role: str) -> int:
 
 
 def _frozen(keys: SourceKeys) -> str:
-    """What SkyRL's reference is here."""
+    """Returns the role of SkyRL's reference in rltrain."""
     return "teacher" if distills(keys) else "reference"
 
 
@@ -360,8 +369,8 @@ def _roles(keys: SourceKeys) -> list[str]:
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """SkyRL's rules: all colocated, with as many GPUs for the policy as for the engines; or the policy with the
-    reference, and the others behind them."""
+    """Places the roles by SkyRL's rules. Either all are colocated, with equal numbers of GPUs for policy and engines.
+    Or policy and reference share ranks, and all others follow."""
     engine_size, engines = 1, 1
     for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         engine_size *= count(keys.first(ENGINE + size, f"{G}inference_engine_{size}", default=1)[1])
@@ -394,12 +403,12 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     for role, name in ((frozen, "ref"), ("critic", "critic")):
         if role in others:
             own = _gpus(keys, name)
-            out.place([role], ranks(taken, own), f"{T}placement.{name}_num_*, behind the others")
+            out.place([role], ranks(taken, own), f"{T}placement.{name}_num_*, after the others")
             taken += own
     if of_others:
         out.world_size = taken
         return
-    out.place(["rollout", "reward"], ranks(taken, rollout), ENGINE + "num_engines x tensor_parallel_size, behind them")
+    out.place(["rollout", "reward"], ranks(taken, rollout), ENGINE + "num_engines x tensor_parallel_size, after them")
     out.world_size = taken + rollout
 
 
@@ -515,13 +524,11 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
     if rounded == "fp8":
         out.set("rollout.dtype", "fp8", ENGINE + "engine_init_kwargs.quantization")
     elif rounded not in NOTHING:
-        out.differs(
-            ENGINE + "engine_init_kwargs.quantization", rounded, "engines' weights here are rounded to fp8 alone"
-        )
+        out.differs(ENGINE + "engine_init_kwargs.quantization", rounded, "engines here support only fp8")
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
     ep = keys.count(ENGINE + "expert_parallel_size", 1)
     if out.get("rollout.engine") == "http":
         for name, value in arguments.items():
-            out.leave(name, value, "of how the servers were started")
+            out.leave(name, value, "an option of starting the servers")
         return
     choose_engine(out, backend, min(ep, out.get("rollout.parallel.tp")), arguments, ENGINE + "*")

@@ -1,4 +1,4 @@
-"""SkyRL's keys of learning and models, and what a program registers with it, found in its text."""
+"""Rules for SkyRL's keys of learning and models, and for functions registered by a program."""
 
 import ast
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from rltrain.import_config.translation import (
     truth,
 )
 
-# The text of a program that a source starts, and of its own modules: nothing of it is run.
+# The text of a program and of its modules. No code is run.
 
 
 def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
-    """(name, parsed text) of the program `module`, then of the modules of the same tree that it imports.
+    """Yields (name, parsed text) of the program `module`, followed by its imported modules in the same tree.
 
-    Its file is looked for from `near` and its parents. Nothing where there is none.
+    The file is searched from `near` and its parents. Yields nothing if there is none.
     """
     file = _file_of(module, near) if module else None
     if file is None:
@@ -50,13 +50,13 @@ def texts_of(module: str, near: Path) -> Iterator[tuple[str, ast.AST]]:
 
 
 def texts(*nodes: ast.AST | None) -> list[str] | None:
-    """What stands there, where all are texts."""
+    """Returns the texts of constant nodes, or None if one is not a text."""
     found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return found if len(found) == len(nodes) else None
 
 
 def last_name(node: ast.AST) -> str:
-    """Of a dotted name its last part."""
+    """Returns the last part of a dotted name."""
     return ast.unparse(node).rsplit(".", 1)[-1]
 
 
@@ -70,7 +70,7 @@ def _file_of(module: str, near: Path) -> Path | None:
 
 
 def _parsed(file: Path) -> ast.AST:
-    """Empty where it is no Python that can be read."""
+    """Returns the parsed file. Empty if it is not readable Python."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -86,14 +86,12 @@ def _imports(program: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Environments that a program registers with SkyRL-Gym, found in its text.
+# Environments registered with SkyRL-Gym.
 
 
 def entry_point_of(environment: str, module: str, near: Path) -> str | None:
-    """ "module:class" that the program `module`, or a module of the same tree that it imports, registers under this id.
-
-    None where there is none, or it registers no such id.
-    """
+    """Returns the "module:class" registered under the id `environment` by the program `module` or its imported modules.
+    None if there is none."""
     for _, program in texts_of(module, near):
         for identifier, entry_point in _registered_environments(program):
             if identifier == environment:
@@ -102,7 +100,7 @@ def entry_point_of(environment: str, module: str, near: Path) -> str | None:
 
 
 def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
-    """(id, entry point) of every call `register(id=..., entry_point=...)` whose arguments are texts."""
+    """Yields (id, entry point) of every call `register(id=..., entry_point=...)` with constant texts."""
     for node in ast.walk(program):
         if isinstance(node, ast.Call) and last_name(node.func) == "register":
             given = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -111,16 +109,16 @@ def _registered_environments(program: ast.AST) -> Iterator[tuple[str, str]]:
                 yield found[0], found[1]
 
 
-# Losses and advantages that a program registers with SkyRL, found in its text.
+# Losses and advantage estimators registered with SkyRL.
 
 LOSSES = ("PolicyLossRegistry", "register_policy_loss")
 ADVANTAGES = ("AdvantageEstimatorRegistry", "register_advantage_estimator")
-"""The class whose method `register` does it, and the decorator."""
+"""The class with the method `register`, and the decorator with the same effect."""
 
 
 def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -> str | None:
-    """ "module:function" that the program `module`, or a module of the same tree that it imports, registers under this
-    name. None where there is none, or it registers no such name."""
+    """Returns the "module:function" registered under `name` by the program `module` or its imported modules. None if
+    there is none."""
     for found_in, program in texts_of(module, near):
         for registered, function in _registered(program, *registry):
             if registered == name:
@@ -129,7 +127,8 @@ def function_of(name: str, registry: tuple[str, str], module: str, near: Path) -
 
 
 def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tuple[str, str]]:
-    """(name, function) of every `registry.register("name", function)`, and of functions under `@decorator("name")`."""
+    """Yields (name, function) of every `registry.register("name", function)`, and of functions with the decorator
+    `@decorator("name")`."""
     for node in ast.walk(program):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register":
             named = texts(*node.args[:1])
@@ -143,7 +142,7 @@ def _registered(program: ast.AST, registry: str, decorator: str) -> Iterator[tup
                     yield from ((named, node.name) for named in texts(*call.args[:1]) or ())
 
 
-# Of SkyRL's keys what is learned: algorithm, loss, reward.
+# Algorithm, loss and reward.
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
 GYM = {
@@ -166,7 +165,7 @@ POLICIES = {
     "importance_sampling": "clip",
 }
 UNCLIPPED = 1e9
-"""Of a ratio no more than this is left to cut."""
+"""A bound without effect on ratios."""
 MEANS = {
     "token_mean": "token_mean",
     "sequence_mean": "sequence_mean",
@@ -175,16 +174,18 @@ MEANS = {
 }
 DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
 DISTILLATION = "on_policy_distill"
-"""In the name of SkyRL's program whose rewards are the log-probs' distance from the reference's model, token by token,
-and whose advantage estimator `no_op` takes them as they are."""
+"""Part of the name of SkyRL's distillation program. Its rewards are the differences to the log-probs of the reference
+per token. The estimator `no_op` uses them as advantages."""
 
 
 def distills(keys: SourceKeys) -> bool:
+    """Returns whether the program is SkyRL's on-policy distillation."""
     named = keys.text(ALG + "advantage_estimator", "grpo")
     return named == "no_op" and DISTILLATION in keys.text("-m", "")
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    """Sets the algorithm and its advantages."""
     if distills(keys):
         out.set("algorithm", "distillation", f"{ALG}advantage_estimator no_op of {keys.get('-m')}")
         for key in ("use_kl_loss", "use_kl_in_reward"):
@@ -214,12 +215,13 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
 
 
 ALONE = ("grpo", "maxrl")
-"""Which in SkyRL leave a sample that is alone its reward. Its rloo gives it 0, as here."""
+"""Algorithms of SkyRL that give a single sample of a prompt its reward as advantage. Its rloo gives 0, as rltrain
+does."""
 
 
 def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) -> None:
     if keys.truth(ALG + "use_kl_in_reward", False):
-        out.differs(ALG + "use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+        out.differs(ALG + "use_kl_in_reward", True, "a single sample per prompt has its KL per token here")
     take_rewards(out, f"{ALG}advantage_estimator {name}", G + "n_samples_per_prompt", whitens=whitens)
     for key in ("gamma", "lambd"):
         keys.get(ALG + key)
@@ -227,19 +229,19 @@ def _take_rewards(name: str, whitens: bool, keys: SourceKeys, out: Translation) 
 
 
 def _set_own_advantages(name: str, keys: SourceKeys, out: Translation) -> None:
-    """A name that the program registers."""
+    """Sets an advantage estimator registered by the program."""
     key = ALG + "advantage_estimator"
     function = function_of(name, ADVANTAGES, keys.text("-m", ""), keys.folder)
     if function is None:
-        out.differs(key, name, "no algorithm here estimates advantages so")
+        out.differs(key, name, "no algorithm here has this estimator")
         return
     out.set("algorithm", "own", key)
-    out.set("advantages.function", function, f"{key}: the program registers it")
+    out.set("advantages.function", function, f"{key}: registered by the program")
     gamma, gae_lambda = keys.real(ALG + "gamma", 1.0), keys.real(ALG + "lambd", 1.0)
     out.set("advantages.gamma", gamma, ALG + "gamma")
-    out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+    out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, default 1")
     if keys.truth(ALG + "advantage_batch_normalize", False):
-        out.differs(ALG + "advantage_batch_normalize", True, "advantages of one's own are taken as they are here")
+        out.differs(ALG + "advantage_batch_normalize", True, "your own advantages are used unchanged here")
     _set_selection(keys, out)
 
 
@@ -248,7 +250,7 @@ def _set_returns(keys: SourceKeys, out: Translation, algorithm: str) -> None:
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, ALG + "gamma")
     if algorithm == "ppo":
-        out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+        out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, default 1")
         rules = (
             Pair(ALG + "value_clip", "critic.value_clip", 0.2),
             Pair(T + "critic.model.path", "critic.path"),
@@ -268,23 +270,24 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
         if most > 0:
             out.set("batch.dynamic_sampling.max_drawn", float(most), ALG + "dynamic_sampling.max_sample_batches")
     elif selected not in NOTHING:
-        out.differs(ALG + "dynamic_sampling.type", selected, "groups are drawn anew here, and none is repeated: filter")
+        out.differs(ALG + "dynamic_sampling.type", selected, "only filter is supported, with new groups as replacement")
     filters = keys.truth(ALG + "zero_variance_filter", False)
     if filters and out.get("algorithm") == "own":
-        out.differs(ALG + "zero_variance_filter", True, "advantages of one's own may be others than 0 where it filters")
+        out.differs(ALG + "zero_variance_filter", True, "your own advantages may differ from 0 for filtered groups")
     elif filters:
         out.leave(ALG + "zero_variance_filter", True, "groups with equal rewards have advantage 0")
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
+    """Sets the policy loss with its KL penalty."""
     kind = keys.text(ALG + "policy_loss_type", "regular")
     own = None if kind in POLICIES else function_of(kind, LOSSES, keys.text("-m", ""), keys.folder)
     if own is not None:
         out.set("loss.policy", "own", ALG + "policy_loss_type")
-        out.set("loss.function", own, f"{ALG}policy_loss_type: the program registers it")
+        out.set("loss.function", own, f"{ALG}policy_loss_type: registered by the program")
         out.notes.append(
-            f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there; these are cut by tokens "
-            "here (docs/policy_losses.md)"
+            f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there. Micro-batches are limited "
+            "by tokens here (docs/policy_losses.md)"
         )
     else:
         set_named(out, "loss.policy", POLICIES, ALG + "policy_loss_type", kind, "policy losses")
@@ -292,19 +295,17 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     mean = keys.text(ALG + "loss_reduction", "token_mean")
     set_named(out, "loss.normalization", MEANS, ALG + "loss_reduction", mean, "means")
     if mean == "token_mean_legacy":
-        out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
+        out.leave(ALG + "loss_reduction", mean, "token_mean: it does not depend on micro-batches here")
     if keys.truth(ALG + "use_entropy_loss", False):
         out.set("loss.entropy_coef", keys.real(ALG + "entropy_loss_coef", 0.01), ALG + "entropy_loss_coef")
     if not distills(keys):
         _set_kl(keys, out)
     elif keys.truth(ALG + "use_kl_loss", True):
-        out.differs(
-            ALG + "use_kl_loss", True, "the teacher is no reference here: a penalty would be of the distance twice"
-        )
+        out.differs(ALG + "use_kl_loss", True, "the teacher is not a reference here: the distance would count twice")
 
 
 def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
-    """What a policy loss has beside its name."""
+    """Sets further settings of a policy loss."""
     bound = keys.real(ALG + "clip_ratio_c", 3.0)
     if kind == "dual_clip" or (out.get("loss.policy") == "own" and ALG + "clip_ratio_c" in keys):
         out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
@@ -315,8 +316,8 @@ def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
         out.set("loss.old_logprobs", "rollout", ALG + "cispo.cispo_anchor")
     if kind == "rollout_is":
         ends = [keys.real(ALG + name, 0.2) for name in ("eps_clip_low", "eps_clip_high")]
-        out.set("loss.old_logprobs", "rollout", "rollout_is weighs by the ratio against the engine")
-        out.set("loss.correction.method", "icepop", "rollout_is: 0 outside the bounds, as far as a token counts")
+        out.set("loss.old_logprobs", "rollout", "rollout_is uses the ratio to the engine")
+        out.set("loss.correction.method", "icepop", "rollout_is: weight 0 outside the bounds")
         out.set("loss.correction.low", max(1 - ends[0], 0.0), "1 - eps_clip_low")
         out.set("loss.correction.high", 1 + ends[1], "1 + eps_clip_high")
         for end in ("low", "high"):
@@ -339,17 +340,18 @@ def _set_kl(keys: SourceKeys, out: Translation) -> None:
     coef = keys.real(ALG + "kl_loss_coef", 0.001)
     kind_of_kl = keys.get(ALG + "kl_estimator_type", "k3")
     if in_loss and in_reward and coef:
-        out.differs(ALG + "use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
+        out.differs(ALG + "use_kl_in_reward", True, "the penalty is already in the loss; one place is possible")
     if (in_loss or in_reward) and coef:
-        out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", by default"))
+        out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", default"))
         out.set("loss.kl.estimator", estimator(kind_of_kl), ALG + "kl_estimator_type")
         if in_loss:
-            out.set("loss.kl.unbiased", False, "SkyRL does not weigh it by the ratio")
+            out.set("loss.kl.unbiased", False, "SkyRL does not multiply it by the ratio")
         else:
             out.set("loss.kl.where", "reward", ALG + "use_kl_in_reward")
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
+    """Sets importance weights and masks. The policy loss must be set before."""
     prefix = ALG + "off_policy_correction."
     level = keys.get(prefix + "tis_ratio_type")
     high = keys.get(prefix + "token_tis_ratio_clip_high", 2.0)
@@ -359,27 +361,27 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         level, high = "token", keys.get(ALG + "tis_imp_ratio_cap", 2.0)
     by_engine = out.get("loss.old_logprobs") == "rollout"
     if level not in NOTHING and by_engine:
-        out.differs(prefix + "tis_ratio_type", level, "the policy loss weighs by the same ratio already")
+        out.differs(prefix + "tis_ratio_type", level, "the policy loss already uses the same ratio")
     elif level not in NOTHING:
         out.set("loss.correction.level", str(level), prefix + "tis_ratio_type")
         out.set("loss.correction.high", real(high), prefix + "*_tis_ratio_clip_high")
     masks = _masks(keys, prefix)
     if out.get("loss.policy") == "own" and (masks or level not in NOTHING):
-        out.differs(prefix + "*", "given", "a loss of one's own weighs its tokens itself")
+        out.differs(prefix + "*", "given", "your own loss weights its tokens itself")
     if masks:
         out.set(
             "loss.correction.masks", masks, prefix + "sequence_mask_metric, *_mask_*, outlier_token_*, token_mask_*"
         )
     if masks and by_engine and out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
-        reason = "by the weights of the step's start there, here by those that are trained: the same for one mini-batch"
+        reason = "it uses the weights at the step's start there, and the trained ones here; equal for one mini-batch"
         out.differs(prefix + "sequence_mask_metric", keys.get(prefix + "sequence_mask_metric"), reason)
     keys.under(prefix)
 
 
 UNBOUNDED = 1e9
-"""No ratio exceeds it: SkyRL cuts ratios at e^20."""
+"""No ratio exceeds it. SkyRL cuts ratios at e^20."""
 SEQUENCE_MASKS = {"geometric": ("geo", "geometric", 0.99, 1.01), "product": ("product", "sequence", 0.5, 2.0)}
-"""SkyRL's metric: its short name, the level here, and the default bounds."""
+"""SkyRL's metrics of masks: the short name, the level in rltrain, and the default bounds."""
 
 
 def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
@@ -387,7 +389,7 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
     metric = keys.get(prefix + "sequence_mask_metric")
     if metric not in NOTHING:
         if metric not in SEQUENCE_MASKS:
-            raise UntranslatableError(f"metrics of masks are {', '.join(SEQUENCE_MASKS)}")
+            raise UntranslatableError(f"sequence_mask_metric must be {' or '.join(SEQUENCE_MASKS)}")
         name, level, low, high = SEQUENCE_MASKS[metric]
         bounds = (keys.get(f"{prefix}{name}_mask_low", low), keys.get(f"{prefix}{name}_mask_high", high))
         masks.append({"level": level, "low": real(bounds[0]), "high": real(bounds[1])})
@@ -400,6 +402,7 @@ def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
+    """Sets the reward function or the environment."""
     env, turns = keys.text("environment.env_class", "gsm8k"), keys.count(G + "max_turns", 1)
     buffer = keys.get(ALG + "overlong_buffer_len")
     if buffer not in NOTHING and count(buffer):
@@ -418,28 +421,29 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         if options:
             out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")
     else:
-        out.set("env.function", f"{env}.env:Env", "environment.env_class: name its module and class")
-        out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")
+        out.set("env.function", f"{env}.env:Env", "environment.env_class: give its module and class")
+        out.differs("environment.env_class", env, "set your own environment as env.function: module:class")
 
 
-# Of SkyRL's keys those of adapters, of routers and of rounded experts.
+# Adapters, routers and rounded experts.
 
 REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
 INT4 = T + "policy.model.fake_int4_qat."
 SMALLEST = {7.0: -7.0, 7.5: -8.0}
-"""INT4's smallest integer by the divisor of scales."""
+"""Smallest integer of INT4 by the divisor of scales."""
 RETURNED = ENGINE + "enable_return_routed_experts"
 
 
 def slices_of(keys: SourceKeys) -> int:
-    """Ranks that share out a sequence."""
+    """Returns the number of ranks that share a sequence."""
     if keys.text(T + "strategy", "fsdp") == "megatron":
         return keys.count(T + "policy.megatron_config.context_parallel_size", 1)
     return keys.count(T + "policy.sequence_parallel_size", 1)
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None, section: str = "model.lora") -> None:
-    """`prefix` is that of the adapters' keys, and `kind` the key of Megatron's kinds of them; None: FSDP trains."""
+    """Sets the adapters. `prefix` is the prefix of their keys. `kind` is the key for Megatron's kind of adapters, or
+    None for FSDP."""
     names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
     names |= {"exclude": "exclude_modules", "init": "init_method"}
     given = {here: keys.get(prefix + name) for here, name in names.items()}
@@ -457,11 +461,12 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
     if replays:
         out.set("model.router_replay", "rollout", REPLAY)
     elif returned:
-        out.leave(RETURNED, returned, "nothing replays what the engine chose")
+        out.leave(RETURNED, returned, "the engine's choices are not used")
 
 
 def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
-    """The weights that SkyRL's trainer rounds are those of a checkpoint beside the engines' in INT4."""
+    """Sets fake quantization. SkyRL's trainer rounds the weights of a second checkpoint. Its engines load one in
+    INT4."""
     given = keys.under(INT4)
     if not truth(given.get("enabled", False)):
         return
@@ -470,11 +475,11 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     out.set("model.fake_quantization.scale_divisor", divisor, INT4 + "scale_divisor")
     smallest = real(given.get("q_min", -8))
     if smallest != SMALLEST.get(divisor):
-        out.differs(INT4 + "q_min", smallest, "with a scale_divisor of 7.5 it is -8 here, and with one of 7 it is -7")
+        out.differs(INT4 + "q_min", smallest, "it is -8 here for scale_divisor 7.5, and -7 for 7")
     if not truth(given.get("symmetric", True)):
-        out.differs(INT4 + "symmetric", False, "groups have a scale here and no zero point")
+        out.differs(INT4 + "symmetric", False, "groups have no zero point here")
     path = given.get("bf16_base_path")
     if path in NOTHING:
         out.notes.append(WEIGHTS)
     else:
-        out.set("model.path", str(path), INT4 + "bf16_base_path: what the trainer loads")
+        out.set("model.path", str(path), INT4 + "bf16_base_path: loaded by the trainer")

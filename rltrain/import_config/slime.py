@@ -1,4 +1,4 @@
-"""slime's flags, Megatron's beside them, and what a script says besides."""
+"""Rules for slime: its flags, the flags of Megatron, and other parts of its scripts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,10 @@ from rltrain.import_config.translation import (
 )
 from rltrain.import_config.translation import top_k as top_k_of
 
-# slime's flags that change nothing of what is computed, by pattern, with the reason.
+# Flags of slime without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
-of the model's shape, which config.json tells: use-rotary-position-embeddings no-position-embedding
+shape of the model, read from config.json: use-rotary-position-embeddings no-position-embedding
     no-masked-softmax-fusion enable-experimental post-self-attn-layernorm post-mlp-layernorm num-layers hidden-size
     ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels vocab-size
     make-vocab-size-divisible-by max-position-embeddings normalization norm-epsilon position-embedding-type rotary-*
@@ -51,26 +51,26 @@ of the model's shape, which config.json tells: use-rotary-position-embeddings no
     moe-router-num-groups moe-router-group-topk moe-router-enable-expert-bias moe-router-load-balancing-type
     moe-shared-expert-intermediate-size moe-shared-expert-gate moe-shared-expert-overlap spec attention-output-gate
     apply-layernorm-1p use-gated-attention
-of speed or memory alone: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
+speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend moe-grouped-gemm moe-permute-fusion
     moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type moe-enable-deepep no-gradient-accumulation-fusion
     update-weight-* data-pad-size-multiplier over-sampling-batch-size no-offload-* offload* use-distributed-optimizer
     recompute-method micro-batch-size ref-micro-batch-size bf16 transformer-impl distributed-* seq-length vocab-*
     num-gpus-per-node no-check-for-nan-in-loss-and-grad deterministic-mode prefill-num-servers cpu-offload*
-speculative decoding draws from the same distribution, faster: sglang-speculative-*
-of the engine's layout or speed alone: sglang-*
-of layers that draft alone: mtp-*
-of logs alone: wandb-* use-wandb disable-wandb* dump-details save-debug-*
-of checkpoint files: load ref-load save-hf* ckpt-* async-save
-a server that the script starts beside the training: served-*
-supervised steps have no engine to be ahead of: program
-no evaluation set is given: n-samples-per-eval-prompt eval-*
-all columns of a row are at hand for rewards and environments: metadata-key
-of slime's own functions: custom-config-path
-config.json tells the model's family: model-name
-nothing is drawn for supervised steps: debug-train-only
-supervised steps have no advantages: disable-compute-advantages-and-returns
-templates tell which tokens an assistant's turn has: loss-mask-type
+speculative decoding has the same distribution: sglang-speculative-*
+layout or speed of the engine only: sglang-*
+layers for speculative decoding only: mtp-*
+logs only: wandb-* use-wandb disable-wandb* dump-details save-debug-*
+checkpoint files only: load ref-load save-hf* ckpt-* async-save
+a server started by the script: served-*
+supervised training has no engine: program
+no evaluation set: n-samples-per-eval-prompt eval-*
+rewards and environments receive all columns: metadata-key
+settings of slime's own functions: custom-config-path
+model family, read from config.json: model-name
+supervised training generates nothing: debug-train-only
+supervised training has no advantages: disable-compute-advantages-and-returns
+the chat template marks the assistant's tokens: loss-mask-type
 """)
 
 
@@ -78,7 +78,7 @@ DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    """Flags without their dashes. One without a value is True, one with several is a list."""
+    """Returns flags without their dashes. A flag without value is True, and one with several values is a list."""
     flags: dict[str, Any] = {}
     name = None
     values: list[str] = []
@@ -94,6 +94,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates flags of slime into `out`."""
     apply(SLIME, keys, out, decay=one_of(DECAYS, "learning rates"), opsm_delta=lambda _: 1e-4)
     _data(keys, out)
     _placement(keys, out)
@@ -131,7 +132,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     most = count(context) if context else response + out.get("data.max_prompt_tokens")
     if most < response + out.get("data.max_prompt_tokens"):
         if longest is None and most > response:
-            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len less the longest response")
+            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
         else:
             most = response + out.get("data.max_prompt_tokens")
     out.set("rollout.max_context_tokens", most, "rollout-max-context-len" if context else "prompt and response")
@@ -144,19 +145,20 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 
 def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
-    """The checkpoint's end-of-sequence tokens end one in any case."""
+    """Sets stop tokens. The checkpoint's end-of-sequence tokens always stop a response."""
     own = translation.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
     ended = {str(token) for token in (own if isinstance(own, list) else [own])}
     given = ids if isinstance(ids, list) else [ids]
     if ended.issuperset(given):
-        out.leave("rollout-stop-token-ids", ids, "the checkpoint's own end-of-sequence tokens")
+        out.leave("rollout-stop-token-ids", ids, "already end-of-sequence tokens of the checkpoint")
     else:
         others = [count(token) for token in given if token not in ended]
         out.set("rollout.sampling.stop_token_ids", others, "rollout-stop-token-ids")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """slime's rules: without --colocate the rollout's GPUs come after the actor's; with it both begin at 0."""
+    """Places the roles by slime's rules. Without --colocate the rollout's GPUs follow the actor's. With it both begin
+    at 0."""
     nodes, per_node = keys.count("actor-num-nodes", 1), keys.count("actor-num-gpus-per-node", 8)
     actor = nodes * per_node
     colocate = keys.truth("colocate", False)
@@ -176,7 +178,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         raise UntranslatableError("--rollout-num-gpus is required when --colocate is not set")
     rollout = actor if given is None else count(given)
     if colocate and given is not None and rollout != actor:
-        out.notes.append("--colocate with --rollout-num-gpus: the engines begin at GPU 0 and go beyond the actor's")
+        out.notes.append("--colocate with --rollout-num-gpus: engines begin at GPU 0 and use more GPUs than the actor")
     per_engine = keys.count("rollout-num-gpus-per-engine", 1)
     if rollout % per_engine:
         raise UntranslatableError(
@@ -218,7 +220,7 @@ def _model(keys: SourceKeys, out: Translation) -> None:
 
 
 def _replay(keys: SourceKeys, out: Translation) -> None:
-    """Routers visit what the engine chose, or what they chose in the pass of the old log-probs."""
+    """Sets the router replay from the engine's choices, or from those in the pass for the old log-probs."""
     recomputed = keys.truth("use-routing-replay", False)
     if keys.truth("use-rollout-routing-replay", False):
         out.set("model.router_replay", "rollout", "use-rollout-routing-replay")
@@ -227,26 +229,26 @@ def _replay(keys: SourceKeys, out: Translation) -> None:
 
 
 def _stages(keys: SourceKeys, out: Translation) -> None:
-    """Uneven first and last stages; the other layers are shared out evenly, as Megatron does."""
+    """Sets uneven first and last stages. Like Megatron, it divides the other layers evenly."""
     first, last = keys.get("decoder-first-pipeline-num-layers"), keys.get("decoder-last-pipeline-num-layers")
     stages, layers = out.get("actor.parallel.pp"), keys.get("num-layers")
     if (first is None and last is None) or stages == 1:
         return
     origin = "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"
     if layers is None:
-        out.leave(origin, (first, last), "stages are planned here, as --num-layers is not given")
+        out.leave(origin, (first, last), "stages are chosen automatically, as --num-layers is not given")
         return
     ends = [count(end) for end in (first, last) if end is not None]
     inner, rest = divmod(count(layers) - sum(ends), max(stages - len(ends), 1))
     if rest or inner < 0:
-        raise UntranslatableError(f"{origin}: the other layers do not divide over {stages - len(ends)} stages")
+        raise UntranslatableError(f"{origin}: the other layers do not divide evenly over {stages - len(ends)} stages")
     shares = [inner] * (stages - len(ends))
     shares = [*([ends[0]] if first is not None else []), *shares, *([ends[-1]] if last is not None else [])]
     out.set("actor.parallel.layers_per_stage", shares, origin)
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
-    """--global-batch-size counts samples."""
+    """Sets the batch. --global-batch-size counts samples."""
     prompts, samples = keys.count("rollout-batch-size", 1), keys.count("n-samples-per-prompt", 1)
     out.set("batch.prompts_per_step", prompts, "rollout-batch-size")
     if not is_supervised(keys):
@@ -264,7 +266,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
             )
         out.set("batch.mini_batches", max(whole, 1), "rollout-batch-size x n-samples-per-prompt / global-batch-size")
     if out.get("batch.mini_batches") > 1:
-        out.set("batch.mini_batches_by", "prompts", "slime trains on samples in the order in which they came")
+        out.set("batch.mini_batches_by", "prompts", "slime trains on samples in their order of arrival")
     tokens = keys.get("max-tokens-per-gpu")
     if keys.truth("use-dynamic-batch-size", False) and tokens is not None:
         out.set("actor.micro_batch_tokens", count(tokens), "max-tokens-per-gpu")
@@ -280,7 +282,7 @@ def _dropout(keys: SourceKeys, out: Translation) -> None:
     for name in ("attention-dropout", "hidden-dropout"):
         value = keys.real(name, 0.1)
         if value:
-            out.differs(name, value, "no dropout here; Megatron's default is 0.1, set it to 0")
+            out.differs(name, value, "there is no dropout here; set it to 0 (Megatron's default is 0.1)")
 
 
 def _warmup(keys: SourceKeys, out: Translation) -> None:
@@ -291,7 +293,8 @@ def _warmup(keys: SourceKeys, out: Translation) -> None:
     out.set("actor.optimizer.warmup_steps", round(real(fraction) * updates), "lr-warmup-fraction of all updates")
 
 
-# slime's weights for what the engine drew by other arithmetic: its own, and those of its example of MIS.
+# Importance weights for the difference between engine and trainer: slime's own, and those of its example of masked
+# importance sampling.
 
 FUNCTION, FILE = "custom-tis-function-path", "custom-config-path"
 ICEPOP = ".loss.icepop_function"
@@ -302,11 +305,11 @@ KNOWN = {
 }
 LEVELS = ("token", "sequence", "geometric")
 UNBOUNDED = 1e9
-"""No ratio is above; the example cuts them at exp(20)."""
+"""No ratio is larger. The example cuts ratios at exp(20)."""
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
-    """After the KL and the entropy, whose terms leave out what the example rejects."""
+    """Sets the correction. KL and entropy must be set before, as the example excludes rejected tokens from them."""
     function = keys.text(FUNCTION, "")
     if function.endswith(MIS):
         _set_by_example(_options(keys), keys, out)
@@ -317,18 +320,18 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         if function.endswith(ICEPOP):
             out.set("loss.correction.method", "icepop", FUNCTION)
         elif function:
-            out.differs(FUNCTION, function, "weights here are those of loss.correction: docs/policy_losses.md")
+            out.differs(FUNCTION, function, "weights here come from loss.correction: docs/policy_losses.md")
     if "use-opsm" in keys:
         out.set("loss.correction.opsm_delta", keys.real("opsm-delta", 1e-4), "use-opsm, opsm-delta")
 
 
 def _options(keys: SourceKeys) -> Mapping[str, Any]:
-    """What the file of the example says; it is found from the script's folder and its parents."""
+    """Returns the options in the file of the example. It is searched in the script's folder and its parents."""
     named = keys.get(FILE)
     near = keys.folder.resolve()
     found = [folder / str(named) for folder in (near, *near.parents) if (folder / str(named)).is_file()]
     if named is None or not found:
-        raise UntranslatableError(f"--{FILE}: {named} is not to be found, which says how {FUNCTION} weighs")
+        raise UntranslatableError(f"--{FILE}: {named} not found; it has the settings of {FUNCTION}")
     options = yaml.safe_load(found[0].read_text(encoding="utf-8")) or {}
     if not isinstance(options, dict):
         raise UntranslatableError(f"--{FILE}: expected keys with values in {Path(str(named)).name}")
@@ -337,12 +340,12 @@ def _options(keys: SourceKeys) -> Mapping[str, Any]:
 
 def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translation) -> None:
     for name in sorted({*options} - KNOWN):
-        out.differs(f"{FILE}: {name}", options[name], "nothing here stands for it")
+        out.differs(f"{FILE}: {name}", options[name], "it has no counterpart here")
     if not truth(options.get("use_tis", keys.get("use-tis", False))):
         return
     level, mode = str(options.get("tis_level")), str(options.get("tis_mode"))
     if level not in LEVELS or mode not in ("truncate", "clip", "mask"):
-        raise UntranslatableError(f"--{FILE}: tis_level {level}, tis_mode {mode} are none of the example's")
+        raise UntranslatableError(f"--{FILE}: tis_level {level}, tis_mode {mode} are not values of the example")
     high = real(options.get("tis_upper_bound"))
     low = _bound(options, "tis_lower_bound", 1 / high)
     out.set("loss.correction.high", high, "tis_upper_bound")
@@ -360,46 +363,47 @@ def _set_by_example(options: Mapping[str, Any], keys: SourceKeys, out: Translati
 
 def _normalize(level: str, mode: str, out: Translation) -> None:
     if mode == "mask":
-        out.differs("tis_batch_normalize", True, "the mean there has weights that are left out, and here has not")
+        out.differs("tis_batch_normalize", True, "the mean includes excluded weights there, but not here")
     elif level == "geometric":
-        raise UntranslatableError("tis_batch_normalize is of tokens or sequences in the example")
+        raise UntranslatableError("tis_batch_normalize needs level token or sequence in the example")
     out.set("loss.correction.normalize", "mini_batch", "tis_batch_normalize")
-    out.notes.append("tis_batch_normalize: the mean is of a rank's micro-batch there, and of the mini-batch here")
+    out.notes.append("tis_batch_normalize: the mean is over a rank's micro-batch there, and over the mini-batch here")
 
 
 def _set_masks(options: Mapping[str, Any], low: float, high: float, out: Translation) -> None:
-    """What is rejected has no gradient there, and stays in the divisors."""
+    """Sets masks. Rejected tokens have no gradient there, and still count in the divisors."""
     level = str(options.get("rs_level"))
     if level not in LEVELS:
-        raise UntranslatableError(f"--{FILE}: rs_level {level} is none of the example's")
+        raise UntranslatableError(f"--{FILE}: rs_level {level} is not a value of the example")
     bounds = {"low": _bound(options, "rs_lower_bound", low), "high": _bound(options, "rs_upper_bound", high)}
     masks = [{"level": level, **bounds}]
     if options.get("rs_veto_threshold") not in NOTHING:
         veto = {"low": real(options["rs_veto_threshold"]), "high": UNBOUNDED}
         masks.append({"level": "every_token", **veto})
     out.set("loss.correction.masks", masks, "use_rs, rs_*")
-    out.set("loss.correction.rejected", "weight_0", "use_rs: divisors are of all tokens")
+    out.set("loss.correction.rejected", "weight_0", "use_rs: divisors count all tokens")
     if out.get("loss.entropy_coef") or out.get("loss.kl.coef"):
-        out.differs("use_rs", True, "what it rejects is out of the terms of entropy and KL too, and here it is not")
+        out.differs("use_rs", True, "rejected tokens are also excluded from entropy and KL there, but not here")
 
 
 def _bound(options: Mapping[str, Any], name: str, otherwise: float) -> float:
     return otherwise if options.get(name) in NOTHING else real(options[name])
 
 
-# What a script of slime's says beside its training's flags: a server that it starts, variables of training.
+# Other parts of a slime script: a server, and variables of the training.
 
 SERVER = "sglang.launch_server"
 MODEL, CUT = "served-model", "served-tp"
-"""The keys under which a server's model stands among the flags, and the ranks that it is cut over."""
+"""Keys among the flags for the model of a server and its tensor-parallel size."""
 ROUNDS, GROUP = "variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "variable OPEN_TRAINING_INT4_GROUP_SIZE"
-"""The keys under which variables stand among the flags that have training round weights: no flag of slime's does."""
+"""Keys among the flags for variables that enable rounded weights in training. No flag of slime enables them."""
 GROUP_SIZE = 128
-"""Where no variable says another."""
+"""Default group size without a variable."""
 VARIABLE = re.compile(r'"?(OPEN_TRAINING_INT4_\w+)"?\s*[:=]\s*"?(\d+)\b')
 
 
 def beside_training(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns keys from all commands of a script: a server's model and variables."""
     return {**_served(commands), **_variables(commands)}
 
 
@@ -419,7 +423,7 @@ def _variables(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
-    """Experts that are trained to be served in INT4, which slime rounds for training as it does for its engines."""
+    """Sets fake quantization of experts for INT4. slime rounds in training as in its engines."""
     if not keys.get(ROUNDS):
         return
     name = ROUNDS.removeprefix("variable ")
@@ -427,33 +431,34 @@ def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
     out.notes.append(WEIGHTS)
 
 
-# slime's on-policy distillation: a teacher that Megatron evaluates, or that a server of the same script serves.
+# On-policy distillation with a teacher in Megatron or on a server of the same script.
 
 REWARD = "slime.rollout.on_policy_distillation.reward_func"
 
 
 def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:
-    """`actor` are the actor's ranks. A teacher that is served has ranks of its own here, behind all others."""
+    """Sets the teacher. `actor` is the range of the actor's ranks. A teacher on a server gets new ranks after all
+    others."""
     model, tp = keys.get(MODEL), keys.get(CUT, 1)
     if not keys.get("use-opd"):
         return
     kind = keys.get("opd-type", "sglang")
     if kind == "sglang" and model is None:
-        out.differs("opd-type", kind, "which weights the server at rm-url has is not told: docs/roles.md")
+        out.differs("opd-type", kind, "the weights of the server at rm-url are unknown: docs/roles.md")
         return
     out.set("teacher.coef", keys.real("opd-kl-coef", 1.0), "opd-kl-coef")
     if kind == "sglang":
-        out.set("teacher.path", str(model), f"the model that {SERVER} serves")
-        out.set("teacher.parallel.tp", count(tp), f"as {SERVER} has it")
-        out.place(["teacher"], ranks(out.world_size, count(tp)), f"{SERVER}: behind the others")
+        out.set("teacher.path", str(model), f"the model of {SERVER}")
+        out.set("teacher.parallel.tp", count(tp), f"the same as for {SERVER}")
+        out.place(["teacher"], ranks(out.world_size, count(tp)), f"{SERVER}: after the others")
         out.world_size += count(tp)
         keys.get("rm-url")
         return
-    out.set("teacher.path", keys.text("opd-teacher-load"), "opd-teacher-load: in Hugging Face's format here")
+    out.set("teacher.path", keys.text("opd-teacher-load"), "opd-teacher-load: in Hugging Face format here")
     out.place(["teacher"], actor, "use-opd")
 
 
-# Of slime's flags what is learned, and how samples are drawn.
+# Learning and sampling.
 
 PROGRAMS = ("train.py", "train_async.py")
 MATH = ("math", "dapo", "deepscaler")
@@ -481,13 +486,13 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     policies = {"gspo": "gspo", "cispo": "cispo"}
     algorithms = ("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     if name not in (*policies, *algorithms):
-        out.differs("advantage-estimator", name, "no algorithm here is called so")
+        out.differs("advantage-estimator", name, "there is no algorithm of this name here")
         return
     out.set("algorithm", name if name in algorithms else "grpo", "advantage-estimator")
     if name in policies:
         out.set("loss.policy", policies[name], "advantage-estimator")
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
-    out.set("loss.clip_high", real(high), "eps-clip-high, which is eps-clip where it is missing")
+    out.set("loss.clip_high", real(high), "eps-clip-high, or eps-clip if it is missing")
     _set_advantages(keys, out, str(name))
     _set_means(keys, out)
 
@@ -496,7 +501,7 @@ def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
     whitens = keys.truth("normalize-advantages", False)
     gamma, gae_lambda = keys.real("gamma", 1.0), keys.real("lambd", 1.0)
     if name == "ppo":
-        out.set("advantages.gae_lambda", gae_lambda, "lambd, whose default is 1")
+        out.set("advantages.gae_lambda", gae_lambda, "lambd, default 1")
         out.set("critic.value_clip", keys.real("value-clip", 0.2), "value-clip")
     if name in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         out.set("advantages.whiten", whitens, "normalize-advantages")
@@ -519,7 +524,7 @@ def _set_means(keys: SourceKeys, out: Translation) -> None:
     if selected is not None and str(selected).endswith(REWARDS_DIFFER):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "dynamic-sampling-filter-path")
     elif selected is not None:
-        out.differs("dynamic-sampling-filter-path", selected, "write it as batch.dynamic_sampling.filter")
+        out.differs("dynamic-sampling-filter-path", selected, "set it as batch.dynamic_sampling.filter")
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
@@ -531,7 +536,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.kl.estimator", estimator(kind), "kl-loss-type")
         out.set("loss.kl.unbiased", keys.truth("use-unbiased-kl", False), "use-unbiased-kl")
     if in_reward and in_loss and coef:
-        out.differs("kl-coef", in_reward, "the penalty stands in the loss already, and here is in one place")
+        out.differs("kl-coef", in_reward, "the penalty is already in the loss; only one place is possible here")
     elif in_reward:
         out.set("loss.kl.coef", in_reward, "kl-coef")
         out.set("loss.kl.where", "reward", "kl-coef")
@@ -547,7 +552,7 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
     fully = keys.truth("fully-async", False) or function.endswith("fully_async")
     if function not in OWN_ROLLOUTS and not fully:
         out.differs(
-            "rollout-function-path", function, "a loop of one's own is an environment here: docs/environments.md"
+            "rollout-function-path", function, "your own rollout loop becomes an environment here: docs/environments.md"
         )
     if keys.get(PROGRAM) == PROGRAMS[1] or fully:
         out.set("schedule.mode", "asynchronous", PROGRAMS[1])
@@ -568,7 +573,7 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
 
 
 PROGRAM = "program"
-"""The key under which the program's name stands among the flags."""
+"""The key among the flags for the name of the program."""
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
@@ -578,7 +583,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         out.set("env.function", _function(generate), "custom-generate-function-path")
         out.place(["env"], out.placed["rollout"], "custom-generate-function-path")
     if own == REWARD:
-        out.set("reward.function", "environment", "custom-rm-path: the teacher is asked by it, and the reward is 0")
+        out.set("reward.function", "environment", "custom-rm-path: it only queries the teacher, and the reward is 0")
         keys.get("custom-reward-post-process-path")
     elif own is not None:
         out.set("reward.function", _function(own), "custom-rm-path")
@@ -589,9 +594,9 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif kind == "remote_rm":
         out.set("reward.function", keys.text("rm-url"), "rm-url")
     elif generate is not None and kind is None:
-        out.set("reward.function", "environment", "custom-generate-function-path: the sample has its reward")
+        out.set("reward.function", "environment", "custom-generate-function-path: it sets the reward of the sample")
     else:
-        out.differs("rm-type", kind, "a reward of one's own is reward.function: docs/rewards.md")
+        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md")
     scored = keys.get("reward-key")
     if scored is not None and own is not None:
         out.set("reward.options", {"reward_key": scored}, "reward-key")
@@ -641,7 +646,7 @@ def set_engine(keys: SourceKeys, out: Translation) -> None:
         out.set("rollout.max_running_requests", count(requests), "sglang-max-running-requests")
     ep = number(keys.first("sglang-ep-size", "sglang-expert-parallel-size", default=1)[1])
     if keys.truth("sglang-enable-dp-attention", False):
-        out.leave("sglang-enable-dp-attention", True, "an engine here cuts attention over its tp ranks")
+        out.leave("sglang-enable-dp-attention", True, "an engine here splits attention over its tp ranks")
     arguments = {
         name.removeprefix("sglang-").replace("-", "_"): value
         for name, value in keys.left().items()
@@ -678,8 +683,8 @@ def set_supervised(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop(path, None)
     if "rollout-max-context-len" not in keys and "rollout-max-prompt-len" not in keys:
         most = out.get("actor.micro_batch_tokens") * out.get("actor.parallel.cp")
-        out.set("data.max_prompt_tokens", most, "slime has no limit: as many as a micro-batch")
-        out.set("data.max_response_tokens", most, "slime has no limit: as many as a micro-batch")
+        out.set("data.max_prompt_tokens", most, "slime has no limit: as many tokens as a micro-batch")
+        out.set("data.max_response_tokens", most, "slime has no limit: as many tokens as a micro-batch")
     for name in (
         "rollout-num-gpus",
         "colocate",

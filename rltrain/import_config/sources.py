@@ -1,4 +1,4 @@
-"""The frameworks that configs are imported from, and how the keys of each are read."""
+"""The supported frameworks, and functions to read the keys of a source."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ from rltrain.import_config.translation import (
     roles_of,
 )
 
-# Reads configs as Hydra has them: YAML with defaults and interpolations, and overrides `a.b=c`.
+# Hydra configs: YAML with defaults and interpolations, and overrides `a.b=c`.
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -31,7 +31,7 @@ MOST_ROUNDS = 50
 
 
 def parse_override(text: str) -> tuple[str, Any] | None:
-    """(key, value) of `a.b=c`, `+a.b=c`; None where it is no such thing."""
+    """Returns (key, value) of `a.b=c` or `+a.b=c`. None for any other text."""
     found = OVERRIDE.fullmatch(text.strip())
     if found is None or found[1] == "~":
         return None
@@ -39,7 +39,7 @@ def parse_override(text: str) -> tuple[str, Any] | None:
 
 
 def parse_value(text: str) -> Any:
-    """A list, a mapping, a number, a truth value, null or a text."""
+    """Returns the text as a list, mapping, number, truth value or null if it is one."""
     try:
         value = yaml.load(text, Loader=PlainLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError:
@@ -48,7 +48,7 @@ def parse_value(text: str) -> Any:
 
 
 def flattened(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Values under dotted keys. Lists, and mappings without keys, are values."""
+    """Returns the values under dotted keys. Lists and empty mappings are values."""
     if not isinstance(data, dict) or not data:
         return {prefix: data} if prefix else {}
     flat: dict[str, Any] = {}
@@ -60,14 +60,14 @@ def flattened(data: Any, prefix: str = "") -> dict[str, Any]:
 def read_config(
     path: Path, environment: Mapping[str, str], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config of a file and the files that its `defaults` name, under dotted keys, interpolated; and what of these
-    was not to be found. ConfigError where the file cannot be read."""
+    """Reads a config file with the files of its `defaults`. Returns interpolated values under dotted keys, and the
+    missing files. Raises ConfigError if the file cannot be read."""
     missing: list[str] = []
     data = _merged(path, path.parent, missing)
     for text in overrides:
         parsed = parse_override(text)
         if parsed is None:
-            raise ConfigError(f"{text!r} is no override; expected key=value with a dotted key")
+            raise ConfigError(f"{text!r} is not an override; expected key=value with a dotted key")
         _put(data, parsed[0].split("."), parsed[1])
     flat = flattened(data)
     return {key: _interpolated(value, key, data, environment) for key, value in flat.items()}, missing
@@ -95,7 +95,7 @@ def _merged(path: Path, root: Path, missing: list[str]) -> dict[str, Any]:
 
 
 def _default(entry: Any, path: Path, root: Path, missing: list[str]) -> dict[str, Any]:
-    """What one entry of a list of defaults stands for."""
+    """Returns the data of one entry in a list of defaults."""
     if isinstance(entry, dict):
         group, name = next(iter(entry.items()))
         group = str(group).removeprefix("optional ")
@@ -139,14 +139,14 @@ def _interpolated(value: Any, key: str, data: Any, environment: Mapping[str, str
     while isinstance(value, str) and (found := INTERPOLATION.search(value)):
         rounds += 1
         if rounds > MOST_ROUNDS:
-            raise ConfigError(f"{key}: its interpolations stand for one another")
+            raise ConfigError(f"{key}: its interpolations refer to each other")
         meant = _meaning(found[1], key, data, environment)
         value = meant if found[0] == value else value.replace(found[0], str(meant), 1)
     return value
 
 
 def _meaning(expression: str, key: str, data: Any, environment: Mapping[str, str]) -> Any:
-    """Of `${...}`. What cannot be told stays, in other brackets."""
+    """Returns the value of `${...}`. An unknown value stays as text in other brackets."""
     name, is_call, rest = expression.partition(":")
     if not is_call:
         return _at(data, _absolute(name.strip(), key), f"$<{expression}>")
@@ -164,7 +164,7 @@ def _meaning(expression: str, key: str, data: Any, environment: Mapping[str, str
 
 
 def _absolute(name: str, key: str) -> str:
-    """Of a name with leading dots, which is meant from where it stands."""
+    """Returns the absolute name of a relative one. Leading dots are relative to `key`."""
     dots = len(name) - len(name.lstrip("."))
     return name if not dots else ".".join([*key.split(".")[:-dots], name.lstrip(".")])
 
@@ -177,15 +177,16 @@ def _at(data: Any, dotted: str, default: Any) -> Any:
     return data
 
 
-# Steps of fewer prompts than a source has replicas or engines: it shares out samples, and here prompts stay whole.
+# Steps with fewer prompts than the source has replicas or engines. The source divides samples, while rltrain keeps the
+# samples of a prompt together.
 
 OF_PROMPTS = ("env", "reward")
-"""Roles whose ranks share out a step's prompts, and of which none may be left without any."""
+"""Roles that divide a step's prompts over their ranks. Each rank needs a prompt."""
 
 
 def widen(out: Translation) -> None:
-    """Replicas of the actor that would have no prompt slice sequences together, and engines are wider: what is computed
-    stays as it is, but for rounding."""
+    """Widens replicas and engines until each has a prompt. The actor splits sequences over more ranks. Results stay the
+    same except for rounding."""
     prompts = out.get("batch.prompts_per_step")
     of_mini_batch = max(prompts // out.get("batch.mini_batches"), 1)
     sizes = {key: out.get(f"actor.parallel.{key}") for key in ("tp", "pp", "cp")}
@@ -196,21 +197,21 @@ def widen(out: Translation) -> None:
 
 
 def _widen(out: Translation, role: str, ranks_each: int, key: str, size: int, prompts: int) -> None:
-    """`key` of the role's parallel sizes grows from `size` until each replica, of `ranks_each` ranks, has a prompt."""
+    """Increases `key` of a role's parallel sizes from `size` until each replica of `ranks_each` ranks has a prompt."""
     replicas = out.num_ranks(role) // ranks_each
     if replicas <= prompts:
         return
     factor = next(by for by in range(1, replicas + 1) if replicas % by == 0 and replicas // by <= prompts)
     path = f"{role}.parallel.{key}"
-    out.set(path, size * factor, f"{replicas} replicas or engines would share out {prompts} prompts")
+    out.set(path, size * factor, f"{prompts} prompts are too few for {replicas} replicas or engines")
     out.notes.append(
-        f"{path} is {size * factor}, in the place of {size}: {prompts} prompts would not reach {replicas} replicas or "
-        "engines, as a prompt's samples stay together here"
+        f"{path} is {size * factor} instead of {size}: {prompts} prompts are too few for {replicas} replicas or "
+        "engines, as the samples of a prompt stay together here"
     )
 
 
 def limit(out: Translation) -> None:
-    """Environments and rewards stand on no more ranks than there are prompts."""
+    """Places environments and rewards on at most as many ranks as there are prompts."""
     prompts = out.get("batch.prompts_per_step")
     for path, setting in list(out.settings.items()):
         placed = roles_of(path) if path.startswith(PLACEMENT) else []
@@ -224,29 +225,32 @@ def limit(out: Translation) -> None:
         del out.settings[path]
         if others := [role for role in placed if role not in OF_PROMPTS]:
             out.set(f"{PLACEMENT}{', '.join(others)}", setting.value, setting.origin)
-        out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"no more ranks than {prompts} prompts")
+        out.set(f"{PLACEMENT}{', '.join(limited)}", ",".join(map(str, chosen)), f"at most {prompts} ranks")
 
 
 @dataclass(frozen=True)
 class Framework:
-    """`arguments` finds those of a launch among a command's words; None where it is no launch."""
+    """A supported framework. `arguments` extracts the launch arguments from the words of a command, or returns None for
+    other commands."""
 
     name: str
     arguments: Callable[[Sequence[str]], Sequence[str] | None]
     keys: Callable[[Sequence[str]], dict[str, Any]]
     translate: Callable[[SourceKeys, Translation, RowCounts], None]
     marks: Sequence[str]
-    """What its modules, keys or flags begin with, and those of no other framework here."""
+    """Beginnings of modules, keys or flags that only this framework has."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
-    """Keys that stand for what all of a script's commands say beside the training's arguments."""
+    """Returns keys from all commands of a script, in addition to the arguments of the training."""
 
     def mark_in(self, words: Sequence[str]) -> str | None:
-        """The first of a command's words, or of a file's keys, that shows that it is of this framework."""
+        """Returns the first word of a command, or key of a file, with a mark of this framework."""
         return next((word for word in map(_bare, words) if word.startswith(tuple(self.marks))), None)
 
 
 @dataclass(frozen=True)
 class ReadSource:
+    """The keys of a source, with notes about the reading."""
+
     keys: dict[str, Any]
     name: str
     notes: list[str]
@@ -254,7 +258,8 @@ class ReadSource:
 
 
 def _bare(word: str) -> str:
-    """A module as Python imports it, also where it is given as a file; an override or option without its value."""
+    """Returns a module by its import name, even if it is given as a file. Values of overrides and options are
+    removed."""
     name = word.removeprefix("-m ").strip().lstrip("+").partition("=")[0]
     if not name.endswith(".py"):
         return name
@@ -273,7 +278,7 @@ def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequenc
 
 
 def _with_overrides(sections: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
-    """A command counts some of whose arguments are overrides of these sections."""
+    """Returns a function accepting commands with at least two overrides in `sections`."""
 
     def arguments(words: Sequence[str]) -> Sequence[str] | None:
         found = [word for word in words if (parsed := parse_override(word)) and parsed[0].split(".")[0] in sections]
@@ -283,7 +288,7 @@ def _with_overrides(sections: Sequence[str]) -> Callable[[Sequence[str]], Sequen
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Overrides by their keys, options by their names with dashes."""
+    """Returns overrides by their keys, and options by their names with dashes."""
     keys: dict[str, Any] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, separator, value = word.partition("=")
@@ -307,7 +312,7 @@ OPTIONS = {
     "--nnodes": "--nnodes",
 }
 WITHOUT_DOTS = r"[a-z][a-z_]+"
-"""A key of the first level; a variable that a command sets has capitals."""
+"""Pattern of a key at the first level. Variables set by a command are in capitals."""
 
 
 def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
@@ -336,8 +341,8 @@ FRAMEWORKS = {
 
 
 def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The name under which the framework of a file or a command is in FRAMEWORKS. ConfigError where it has marks of
-    none, or of several."""
+    """Returns the name in FRAMEWORKS of the framework of a file or a command. Raises ConfigError without marks of
+    exactly one framework."""
     path = Path(given[0])
     if path.suffix in (".yaml", ".yml"):
         commands: list[Sequence[str]] = [[*read_config(path, environment, given[1:])[0]]]
@@ -350,25 +355,25 @@ def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
         return next(iter(found))
     marks = found or {name: " or ".join(one.marks) for name, one in FRAMEWORKS.items()}
     choices = ", ".join(f"--from {name} ({mark})" for name, mark in marks.items())
-    reason = "it has what shows several" if found else "it has nothing that shows it"
-    raise ConfigError(f"{_name(given)}: cannot tell which trainer it is for, as {reason}; expected one of {choices}")
+    reason = "it has keys of several" if found else "it has keys of none"
+    raise ConfigError(f"{_name(given)}: the trainer is not clear, as {reason}; expected one of {choices}")
 
 
 def read(framework: Framework, given: Sequence[str], environment: Mapping[str, str]) -> ReadSource:
-    """The keys of a file or a command. ConfigError where none of the framework's are found."""
+    """Returns the keys of a file or a command. Raises ConfigError if it has no keys of the framework."""
     path = Path(given[0])
     if path.suffix in (".yaml", ".yml"):
         values, missing = read_config(path, environment, given[1:])
-        return ReadSource(values, str(path), [f"not found, and left out: {one}" for one in missing], path.parent)
+        return ReadSource(values, str(path), [f"not found and left out: {one}" for one in missing], path.parent)
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
         unset = f" Variables without a value: {', '.join(sorted(script.unset))}" if script.unset else ""
-        hint = f"; expected a command of {framework.name}, a script that starts one, or its YAML file.{unset}"
-        raise ConfigError(f"{name}: starts nothing that is known as {framework.name}{hint}")
+        hint = f"; expected such a command, a script that starts one, or a YAML file.{unset}"
+        raise ConfigError(f"{name}: starts no command of {framework.name}{hint}")
     notes = [*script.assumed]
     if len(launches) > 1:
-        notes.append(f"it starts {len(launches)} trainings, of which the first is this ({_lines(launches)})")
+        notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
     keys = framework.keys(launches[0][1])
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
@@ -376,7 +381,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
 
 
 def _script(given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ScriptReading]:
-    """What messages call a script or a command, and what it starts."""
+    """Returns the name of a script or a command in messages, and its started commands."""
     path = Path(given[0])
     if path.is_file():
         return _name(given), read_script(path, given[1:], environment)
@@ -392,7 +397,7 @@ def _lines(launches: Sequence[tuple[StartedCommand, object]]) -> str:
 
 
 def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Translation:
-    """ConfigError where the source asks for what its own framework, or this one, refuses."""
+    """Translates a source. Raises ConfigError if its own framework or rltrain would refuse it."""
     out = Translation(framework.name)
     out.notes += source.notes
     keys = SourceKeys(source.keys, source.folder)
@@ -404,5 +409,5 @@ def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Tra
         raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {source.keys.get(keys.last)!r})") from None
     for key in sorted(keys.unknown):
         if UNKNOWN in str(source.keys[key]) and key not in [one.key for one in (*out.leftovers, *out.differences)]:
-            out.notes.append(f"{key}: a part of its value is told by running the source alone")
+            out.notes.append(f"{key}: a part of its value is only known by running the source")
     return out

@@ -1,4 +1,5 @@
-"""What an import makes of a source's keys: config keys, what is left over, and steps from epochs."""
+"""The result of an import: config keys, untranslated keys, and the number of steps. Also conversions shared by the
+rules."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +19,14 @@ from rltrain.errors import ConfigError, UserError
 from rltrain.import_config.shell_values import UNKNOWN, shown
 from rltrain.runtime.json_text import read_json
 
-# What a model's config.json says, where it is at hand.
+# Contents of a model's config.json, if it exists locally.
 
 SHAPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
-"""Keys of config.json that frameworks let a run override."""
+"""Keys of config.json that other frameworks can override for a run."""
 
 
 def model_config(path: object) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Returns the contents of the model's config.json. Empty without such a file."""
     try:
         found = read_json(Path(str(path), "config.json"))
     except (OSError, ValueError):
@@ -38,7 +39,7 @@ def has_latent_attention(path: object) -> bool:
 
 
 def language_model(path: object) -> dict[str, Any]:
-    """As `model_config`, of models that encode pictures too what it says of the language model."""
+    """Returns `model_config`, or its part for the language model if the model also encodes images."""
     config = model_config(path)
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
@@ -49,14 +50,14 @@ def has_delta_nets(path: object) -> bool:
 
 
 def overridden_key(key: str) -> tuple[str, ...] | None:
-    """The path in config.json that a key of a source overrides; None where it overrides none."""
+    """Returns the path in config.json overridden by a key of the source, or None."""
     parts = key.split(".")
     first = next((number for number, part in enumerate(parts) if part in SHAPE_KEYS), None)
     return None if first is None else tuple(parts[first:])
 
 
 def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
-    """Whether the config.json of the model in `path` has that value already, by transformers 4's or 5's names."""
+    """Returns whether the model's config.json already has the value. Names of transformers 4 and 5 are known."""
     config = language_model(path)
     first, *rest = overridden
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -66,52 +67,57 @@ def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
     return bool(found == value)
 
 
-# What an import makes of a source's keys: values of config keys, and what is left over.
+# The result of an import.
 
 PLACEMENT = "placement."
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class UntranslatableError(Exception):
-    """A value that no value here stands for; the text says why."""
+    """A value of the source without a counterpart. The text is the reason."""
 
 
 class SourceKeys:
-    """The keys that a source gives, with their values. It remembers which were looked at."""
+    """The keys of a source with their values. It records the keys read by the rules."""
 
     def __init__(self, values: Mapping[str, Any], folder: Path | None = None) -> None:
         self.folder = folder or Path()
-        """Where the source lies; of a command the working directory."""
+        """Folder of the source. The working directory for a command."""
         self._values = {key: _plain(value) for key, value in values.items()}
         self.unknown = {key for key, value in values.items() if UNKNOWN in str(value)}
-        """Whose values only running the source would tell, wholly or in part."""
+        """Keys with values that only running the source could determine, at least in part."""
         self._read: set[str] = set()
         self.last = ""
-        """The key that was looked at last."""
+        """The last key read."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default`, what the source takes where the key is missing."""
+        """Returns the value of `key`, or `default`: the source's own default for a missing key."""
         self._read.add(key)
         self.last = key
         return self._values.get(key, default)
 
     def count(self, key: str, default: Any = None) -> int:
+        """Returns the value as a whole number."""
         return count(self.get(key, default))
 
     def real(self, key: str, default: Any = None) -> float:
+        """Returns the value as a float."""
         return real(self.get(key, default))
 
     def truth(self, key: str, default: Any = None) -> bool:
+        """Returns the value as a bool."""
         return truth(self.get(key, default))
 
     def text(self, key: str, default: Any = None) -> str:
+        """Returns the value as text."""
         return str(self.get(key, default))
 
     def first(self, *keys: str, default: Any = None) -> tuple[str, Any]:
-        """The first of `keys` that is given, by its names over time, and its value; the first key where none is."""
+        """Returns the first given one of `keys` with its value, or the first key with `default`. The keys are names of
+        different versions."""
         for key in keys:
             if key in self._values:
                 self._read.update(keys)
@@ -120,13 +126,13 @@ class SourceKeys:
         return keys[0], default
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """What is given below `prefix`, looked at, without the prefix."""
+        """Returns the values of all keys below `prefix`, without the prefix. They count as read."""
         found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
         self._read.update(found)
         return {key.removeprefix(prefix): value for key, value in found.items()}
 
     def left(self) -> dict[str, Any]:
-        """What nothing has looked at."""
+        """Returns the values of all keys not read yet."""
         return {key: value for key, value in self._values.items() if key not in self._read}
 
 
@@ -138,14 +144,16 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
+    """A value of a config key."""
+
     value: Any
     origin: str
-    """Where it comes from, in words."""
+    """The key of the source, or other words for the origin of the value."""
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A key of the source that became nothing, with the reason."""
+    """An untranslated key of the source, with the reason."""
 
     key: str
     value: Any
@@ -154,7 +162,7 @@ class Leftover:
 
 @dataclass
 class Translation:
-    """`differences` change what is computed; `leftovers` do not."""
+    """The result of an import. `differences` change results. `leftovers` do not."""
 
     framework: str
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -165,10 +173,11 @@ class Translation:
     ranks_per_node: int = 8
 
     def set(self, path: str, value: Any, origin: str) -> None:
+        """Sets a config key."""
         self.settings[path] = Setting(value, origin)
 
     def place(self, roles: Iterable[str], ranks: str, origin: str) -> None:
-        """Roles on the same ranks by one key."""
+        """Places roles on `ranks`. Roles on the same ranks share one key."""
         named = [*roles]
         for path, setting in list(self.settings.items()):
             if path.startswith(PLACEMENT) and setting.value == ranks:
@@ -178,29 +187,31 @@ class Translation:
         self.settings[PLACEMENT + ", ".join(named)] = Setting(ranks, origin)
 
     def get(self, path: str) -> Any:
-        """The value that was set; else the default."""
+        """Returns the value of a config key, or its default if it was not set."""
         return self.settings[path].value if path in self.settings else default_of(path)
 
     def leave(self, key: str, value: Any, reason: str) -> None:
+        """Adds a key without influence on results."""
         self.leftovers.append(Leftover(key, value, reason))
 
     def differs(self, key: str, value: Any, reason: str) -> None:
+        """Adds a key that changes results and has no counterpart."""
         self.differences.append(Leftover(key, value, reason))
 
     @property
     def placed(self) -> dict[str, str]:
-        """The ranks of every role that has some."""
+        """The ranks of every placed role."""
         paths = [path for path in self.settings if path.startswith(PLACEMENT)]
         return {role: str(self.settings[path].value) for path in paths for role in roles_of(path)}
 
     def num_ranks(self, role: str) -> int:
-        """0 where it has none, or where they are no range."""
+        """Returns the number of ranks of a role. 0 if it is not placed, or its ranks are not a single range."""
         found = RANGE.fullmatch(self.placed.get(role, ""))
         return int(found[2] or found[1]) - int(found[1]) + 1 if found else 0
 
     @property
     def data(self) -> dict[str, Any]:
-        """As a config file has it."""
+        """The data of the config file, nested in sections."""
         return nested({path: setting.value for path, setting in self.settings.items()})
 
 
@@ -208,8 +219,10 @@ Convert = Callable[[Any], Any]
 
 
 def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Convert) -> None:
-    """Set what the pairs say: where the source gives the key, or its default is not the one here. Values become what
-    the key here takes, or what `own` makes of them, by the last part of that key."""
+    """Sets the config keys of the pairs, for keys given in the source and for defaults different from ours.
+
+    Values are converted to the type of our key. `own` has further converters by the last part of our key.
+    """
     for pair in pairs:
         given = pair.key in keys
         value = keys.get(pair.key, pair.default)
@@ -222,12 +235,12 @@ def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Conv
             out.differs(pair.key, value, str(reason))
             continue
         if given or converted != default_of(pair.here):
-            out.set(pair.here, converted, pair.key if given else f"{pair.key}, whose default in {out.framework} it is")
+            out.set(pair.here, converted, pair.key if given else f"{pair.key}, default of {out.framework}")
 
 
 def by_pattern(told: str) -> dict[str, str]:
-    """Returns the reason of every pattern of keys. `told` has "reason: pattern pattern ..." in lines, of which those
-    that begin with blanks go on; "a.{b,c}" are two patterns."""
+    """Returns the reason for every pattern of keys. `told` has lines of the form "reason: pattern pattern ...".
+    Indented lines continue the line before. "a.{b,c}" means two patterns."""
     reasons: dict[str, str] = {}
     for reason, _, patterns in (group.rpartition(": ") for group in re.split(r"\n(?! )", told.strip())):
         for prefix, _, names in (pattern.partition("{") for pattern in patterns.split()):
@@ -236,7 +249,8 @@ def by_pattern(told: str) -> dict[str, str]:
 
 
 def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) -> None:
-    """Say of what is left whether it changes results: `harmless` has patterns of keys that do not, with the reason."""
+    """Sorts the unread keys into leftovers and differences. `harmless` maps patterns of keys without influence on
+    results to their reasons."""
     for key, value in keys.left().items():
         reason = next((reason for pattern, reason in harmless.items() if fnmatchcase(key, pattern)), None)
         if reason is not None:
@@ -246,27 +260,28 @@ def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) ->
 
 
 def sort_out_override(key: str, value: Any, out: Translation) -> None:
-    """Say that nothing is set by `key`: what overrides config.json has to be written there, and may be already."""
+    """Sorts out an unread key. An override of config.json is harmless if config.json already has the value. Any other
+    key is a difference."""
     overridden = overridden_key(key)
     if overridden is None:
-        out.differs(key, value, "nothing here stands for it")
+        out.differs(key, value, "it has no counterpart here")
     elif says(out.get("model.path"), overridden, value):
-        out.leave(key, value, "config.json of model.path says the same")
+        out.leave(key, value, "config.json of model.path has the same value")
     else:
         out.differs(
-            key, value, f"expected {'.'.join(overridden)} in config.json of model.path, which every part of a run reads"
+            key, value, f"set {'.'.join(overridden)} in config.json of model.path instead; every part of a run reads it"
         )
 
 
 def keys_of(path: str) -> tuple[str, ...]:
-    """The keys of a dotted path; those of `placement` may hold anything."""
+    """Splits a dotted path into keys. A key of `placement` may contain dots."""
     if path.startswith(PLACEMENT):
         return ("placement", path.removeprefix(PLACEMENT))
     return tuple(path.split("."))
 
 
 def field_of(path: str) -> FieldInfo | None:
-    """Returns what the schema has for a config key; None where it has no such key."""
+    """Returns the field of a config key in the schema, or None if the key does not exist."""
     section: Any = Config
     found = None
     for name in path.split("."):
@@ -278,12 +293,12 @@ def field_of(path: str) -> FieldInfo | None:
 
 
 def roles_of(path: str) -> list[str]:
-    """Those that a path below `placement` names."""
+    """Returns the roles of a path below `placement`."""
     return path.removeprefix(PLACEMENT).split(", ")
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under dotted paths, in sections."""
+    """Nests values under dotted paths into sections."""
     data: dict[str, Any] = {}
     for path, value in values.items():
         *sections, name = keys_of(path)
@@ -295,38 +310,38 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_of(path: str) -> Any:
-    """What a config key is where it is not given; None where it has to be, or is a part of an optional section."""
+    """Returns the default of a config key. None if it is required or part of an optional section."""
     found = field_of(path)
     return None if found is None or found.is_required() else found.get_default(call_default_factory=True)
 
 
 def refuse_differences(out: Translation) -> None:
-    """ConfigError with all that would silently change what is computed."""
+    """Raises ConfigError with all keys that would silently change results."""
     if not out.differences:
         return
     found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
     raise ConfigError(
-        f"{len(out.differences)} keys of {out.framework} change what is computed and have no counterpart:\n{found}\n"
-        "Take them out of the source if you can do without; --allow-differences imports the rest"
+        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
+        "Remove them from the source, or import the rest with --allow-differences"
     )
 
 
-# Values that several trainers have in other forms.
+# Conversion of values from other trainers.
 
 VOCABULARY = 100_000
-"""Of a top_k this large nothing is cut off: it stands for none."""
+"""A top_k from this size on is the same as none."""
 ESTIMATORS = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3", "k3+": "k3", "k1+": "k1"}
 NOTHING = (None, "", "null", "None", "none")
 
 
 def number(value: Any) -> Any:
-    """An int where it is one, else a float."""
+    """Returns an int if the value is a whole number, else a float."""
     if isinstance(value, bool) or value in NOTHING:
         raise UntranslatableError("a number was expected")
     try:
         real = float(value)
     except (TypeError, ValueError):
-        raise UntranslatableError("it is no number that can be told without running the source") from None
+        raise UntranslatableError("it is not a number known without running the source") from None
     return int(real) if real.is_integer() and abs(real) < 2**53 and "e-" not in str(value) else real
 
 
@@ -362,21 +377,22 @@ def text(value: Any) -> str:
 
 
 def top_k(value: Any) -> int:
+    """Returns the top_k. 0 means none."""
     found = count(value)
     return 0 if found <= 0 or found >= VOCABULARY else found
 
 
 def interval(value: Any) -> int:
-    """Steps between; -1 and null are never."""
+    """Returns the steps of an interval. -1 and null become 0, for never."""
     return 0 if value in NOTHING else max(count(value), 0)
 
 
 def one_of(names: Mapping[str, Any], what: str) -> Callable[[Any], Any]:
-    """A converter of names."""
+    """Returns a converter for names. `what` describes them in messages."""
 
     def convert(value: Any) -> Any:
         if str(value) not in names:
-            raise UntranslatableError(f"{what} here are those of {', '.join(names)}")
+            raise UntranslatableError(f"{what} here: {', '.join(names)}")
         return names[str(value)]
 
     return convert
@@ -386,7 +402,7 @@ estimator = one_of(ESTIMATORS, "estimators of the KL")
 
 
 def pair(value: Any) -> tuple[float, float]:
-    """Two numbers, as a list or as its text."""
+    """Returns two numbers from a list or its text."""
     given = re.findall(r"[^][(), ]+", value) if isinstance(value, str) else value
     if not isinstance(given, Sequence) or len(given) != 2:
         raise UntranslatableError("two numbers were expected")
@@ -394,7 +410,7 @@ def pair(value: Any) -> tuple[float, float]:
 
 
 def paths(value: Any) -> Any:
-    """A file, or a list of several."""
+    """Returns a file, or a list of several files."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
         return parts[0] if len(parts) == 1 else parts
@@ -404,9 +420,9 @@ def paths(value: Any) -> Any:
 
 
 def ranks(first: int, number_of: int) -> str:
-    """So many ranks from `first` on."""
+    """Returns the range of `number_of` ranks from `first` on."""
     if number_of < 1:
-        raise UntranslatableError("no rank is left for it")
+        raise UntranslatableError("no rank is left")
     return str(first) if number_of == 1 else f"{first}-{first + number_of - 1}"
 
 
@@ -416,12 +432,12 @@ CONVERTERS: dict[str, Convert] = {
     **dict.fromkeys(("checkpoint.save_interval", "checkpoint.save_hf_interval", "checkpoint.keep"), interval),
     "evaluation.interval": interval,
 }
-"""By config key; of others by the type that it takes:"""
+"""Converters by config key. Other keys use the converter of their type:"""
 BY_TYPE: dict[Any, Convert] = {bool: truth, int: count, float: real, str: text}
 
 
 def converter_of(path: str) -> Convert:
-    """Returns what makes a value of a config key from one of a source."""
+    """Returns the converter from a value of a source to a value of a config key."""
     found = field_of(path)
     assert found is not None, path
     return CONVERTERS.get(path) or next(BY_TYPE[kind] for kind in _types_in(found.annotation) if kind in BY_TYPE)
@@ -433,7 +449,7 @@ def _types_in(annotation: Any) -> Iterator[Any]:
         yield from _types_in(argument)
 
 
-# Batches of sources that count prompts, and tables that several sources share.
+# Algorithms and settings common to several sources.
 
 ALGORITHMS = {
     "grpo": "grpo",
@@ -460,29 +476,29 @@ WITH_STD = ("grpo", "pass_at_k", "gdpo")
 
 
 def take_rewards(out: Translation, estimator: str, key: str, *, whitens: bool) -> None:
-    """Of sources in which a sample that is alone in its group has its reward as advantage, where all are alone: here
-    algorithms that compare samples would give it 0."""
-    origin = f"{estimator} of one sample per prompt: its reward is its advantage"
+    """Sets an algorithm without comparisons for one sample per prompt. In the source such a sample has its reward as
+    advantage. Algorithms with comparisons would give it 0 here."""
+    origin = f"{estimator} with one sample per prompt: the advantage is the reward"
     out.set("algorithm", "reinforce_plus_plus", origin)
     out.set("advantages.whiten", whitens, origin)
     out.notes.append(
-        f"{key} is 1: a sample that is alone in its group has its reward as advantage in {out.framework} under "
-        f"{estimator}, and 0 here; so the algorithm is reinforce_plus_plus, which gives it its reward"
+        f"{key} is 1: with one sample per prompt {out.framework}'s {estimator} uses the reward as advantage. Here that "
+        "would be 0, so the algorithm is reinforce_plus_plus with the reward as advantage"
     )
 
 
 def set_clip(out: Translation, low: Any, high: Any, *origins: str) -> None:
-    """How far ratios go below 1 and above it before they are clipped; `origins`: of both, or of each."""
+    """Sets the lower and upper clip of ratios. `origins` is one origin for both, or one for each."""
     out.set("loss.clip_low", real(low), origins[0])
     out.set("loss.clip_high", real(high), origins[-1])
 
 
 def set_named(out: Translation, path: str, names: Mapping[str, str], key: str, value: Any, what: str) -> bool:
-    """Set what a name of the source is here. Returns whether it is anything."""
+    """Sets a key from a name of the source. Returns whether the name is known."""
     if str(value) in names:
         out.set(path, names[str(value)], key)
         return True
-    out.differs(key, value, f"{what} here are those of {', '.join(names)}")
+    out.differs(key, value, f"{what} here: {', '.join(names)}")
     return False
 
 
@@ -497,7 +513,7 @@ def set_overlong_penalty(out: Translation, tokens: Any, factor: Any, origin: str
 
 
 def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: str) -> None:
-    """Mini-batches that are counted in prompts."""
+    """Sets mini-batches of a source that counts them in prompts."""
     whole, rest = divmod(count(prompts), count(mini_batch))
     if rest or not whole:
         raise UntranslatableError(
@@ -509,14 +525,14 @@ def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: st
 
 
 def set_context(out: Translation, longest: Any, origin: str) -> None:
-    """The longest prompt and response, or more where the source says so."""
+    """Sets the context to the longest prompt and response, or to a larger value of the source."""
     needed = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     given = count(longest) if longest is not None else 0
     out.set("rollout.max_context_tokens", max(needed, given), origin if given > needed else "prompt and response")
 
 
 def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, Any], samples: int, origin: str) -> None:
-    """One held-out set: data.eval where it is decoded greedily once."""
+    """Adds a held-out set. It becomes data.eval if it is decoded greedily once."""
     if sampling.get("temperature", 0.0) == 0 and samples == 1:
         for key, value in data.items():
             out.set(f"data.eval.{key}", value, origin)
@@ -525,27 +541,27 @@ def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, A
     out.set("evaluation.sets", [plan], origin)
     needed = sampling.get("max_response_tokens", 0) + out.get("data.max_prompt_tokens")
     if needed > out.get("rollout.max_context_tokens"):
-        out.set("rollout.max_context_tokens", needed, f"prompt and the longest response of {origin}")
+        out.set("rollout.max_context_tokens", needed, f"prompt and longest response of {origin}")
 
 
 def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
-    """FSDP spreads weights over all ranks; here Megatron cuts them by tensor parallelism, as wide as the engine's, and
-    shards the optimizer over the replicas. Ranks that cut weights share out sequences, too."""
+    """Replaces FSDP over all ranks by Megatron. Tensor parallelism has the width of the engine's, and the optimizer is
+    sharded over replicas. Ranks with parts of the same weights also share sequences."""
     tp, slices = out.get("rollout.parallel.tp"), out.get("actor.parallel.cp")
-    out.leave(key, name, "Megatron trains: tensor parallelism as the engine's, and a distributed optimizer")
+    out.leave(key, name, "Megatron trains, with the engine's tensor parallelism and a distributed optimizer")
     if tp > 1 and out.get("actor.parallel.tp") == 1:
-        out.set("actor.parallel.tp", tp, f"{key} {name}: in the place of sharded weights, as wide as the engine's")
+        out.set("actor.parallel.tp", tp, f"{key} {name}: instead of sharded weights, as for the engine")
         out.set("actor.parallel.sequence_parallel", True, f"{key} {name}")
         if slices > 1:
-            out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share out a sequence, {tp} by tp")
+            out.set("actor.parallel.cp", slices // gcd(slices, tp), f"{slices} ranks share a sequence, {tp} by tp")
 
 
-# Steps of a run, from epochs and rows where the source counts these.
+# Number of steps, from epochs and rows if the source counts them.
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What the caller says: of rows in all files of data.train, or of steps."""
+    """The user's number of rows in all files of data.train, or of steps."""
 
     rows: int | None = None
     steps: int | None = None
@@ -554,7 +570,8 @@ class RowCounts:
 def set_steps(
     out: Translation, given: RowCounts, steps: Any, epochs: Any, named: tuple[str, str], name: str | None = None
 ) -> None:
-    """steps, or epochs * floor(rows / prompts per step). ConfigError where the rows cannot be counted."""
+    """Sets steps, or computes epochs * floor(rows / prompts per step). Raises ConfigError if the rows cannot be
+    counted."""
     most = None if steps in NOTHING or count(steps) < 1 else count(steps)
     if given.steps is not None:
         out.set("steps", given.steps, "--steps")
@@ -567,8 +584,8 @@ def set_steps(
             return
         if rows is None:
             raise ConfigError(
-                f"steps: the source counts epochs ({named[1]} {epochs}), and the rows of data.train.path "
-                f"{out.get('data.train.path')} cannot be counted; expected --rows N, how many there are, or --steps N"
+                f"steps: the source counts epochs ({named[1]} {epochs}), but the rows of data.train.path "
+                f"{out.get('data.train.path')} cannot be counted; expected --rows N (number of rows) or --steps N"
             )
         prompts = out.get("batch.prompts_per_step")
         if epochs in NOTHING:
@@ -579,7 +596,7 @@ def set_steps(
 
 
 def rows_of(train: dict[str, Any]) -> int | None:
-    """Rows of files that are there; None where they are not, or cannot be read."""
+    """Returns the number of rows of existing files. None if one does not exist or cannot be read."""
     given = train.get("path") or ()
     paths = (given,) if isinstance(given, str) else tuple(given)
     if not paths or not all(Path(path).exists() for path in paths):

@@ -1,4 +1,4 @@
-"""verl's keys, those of its supervised trainer, and those that change nothing."""
+"""Rules for verl and its supervised trainer."""
 
 from typing import Any
 
@@ -46,49 +46,49 @@ from rltrain.import_config.verl_learning import (
     slices_of,
 )
 
-# verl's keys that change nothing of what is computed, by pattern, with the reason.
+# Keys of verl without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
-of logs alone: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
     trainer.validation_data_dir trainer.val_only
-evaluated before the first step always: trainer.val_before_train
-of speed or memory alone: trainer.balance_batch trainer.use_legacy_worker_impl trainer.use_v1 trainer.nccl_timeout
-found by itself: trainer.device
+always evaluated before the first step: trainer.val_before_train
+speed or memory only: trainer.balance_batch trainer.use_legacy_worker_impl trainer.use_v1 trainer.nccl_timeout
+detected automatically: trainer.device
 the role is not placed: trainer.critic_warmup
-of the trainer's queues: trainer.v1.*
-of checkpoint files: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_*_ckpt_to_keep
+queues of the trainer: trainer.v1.*
+checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_*_ckpt_to_keep
     trainer.resume_from_path *.checkpoint.*
-of speed or memory alone: transfer_queue.* data.val_batch_size
-of the trainer's queues: async_training.*
-rows are read as they are: data.return_raw_*
-functions take the columns that they name: data.reward_fn_key
-prompts are drawn as engines get free: data.gen_batch_size
-of speed or memory alone: data.*num_workers data.filter_overlong_prompts_workers data.use_shm reward*.num_workers
+speed or memory only: transfer_queue.* data.val_batch_size
+queues of the trainer: async_training.*
+rows are read unchanged: data.return_raw_*
+reward functions name their columns: data.reward_fn_key
+engines take prompts when they are free: data.gen_batch_size
+speed or memory only: data.*num_workers data.filter_overlong_prompts_workers data.use_shm reward*.num_workers
     reward*.launch_reward_fn_async actor_rollout_ref.nccl_timeout
     actor_rollout_ref.model.{use_fused_kernels,fused_kernel_options.*,use_liger,use_shm,enable_*}
     actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.*.use_torch_compile
     actor_rollout_ref.*.entropy_*
-no code of a checkpoint is run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
+code in checkpoints is never run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
 prompts are text: data.image_patch_size data.image_key
-no prompt is longer than data.max_prompt_length: data.truncation
+longer prompts than data.max_prompt_length are left out: data.truncation
 all rows are evaluated: data.validation_shuffle
-of the trainer: model_engine
+choice of the trainer: model_engine
 the role is not placed: critic.* reward*.rollout.* reward.reward_model.* reward_model.*
 no penalty: algorithm.kl_ctrl.* actor_rollout_ref.actor.kl_loss_*
-groups whose rewards are equal have equal metrics: algorithm.filter_groups.metric
-sequences are packed always: actor_rollout_ref.model.use_remove_padding
-no adapters, or of how they are stored: actor_rollout_ref.model.lora*
-config.json tells it: actor_rollout_ref.model.override_config.model_config.max_position_embeddings
-of FSDP: actor_rollout_ref.*.fsdp_config.*
-of the trainer: actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
-of speed or memory alone: actor_rollout_ref.*.use_dynamic_bsz actor_rollout_ref.*.log_prob_*
+groups with equal rewards have equal metrics: algorithm.filter_groups.metric
+sequences are always packed: actor_rollout_ref.model.use_remove_padding
+no adapters, or their storage: actor_rollout_ref.model.lora*
+read from config.json: actor_rollout_ref.model.override_config.model_config.max_position_embeddings
+settings of FSDP: actor_rollout_ref.*.fsdp_config.*
+choice of the trainer: actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+speed or memory only: actor_rollout_ref.*.use_dynamic_bsz actor_rollout_ref.*.log_prob_*
     actor_rollout_ref.*.ppo_micro_batch_size* actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.*.megatron.{*_offload,sequence_parallel}
-of checkpoint files or speed: actor_rollout_ref.*.megatron.use_*
-of checkpoint files: actor_rollout_ref.*.megatron.{*mbridge,dist_checkpointing_path}
+checkpoint files or speed only: actor_rollout_ref.*.megatron.use_*
+checkpoint files only: actor_rollout_ref.*.megatron.{*mbridge,dist_checkpointing_path}
 model.dtype: actor_rollout_ref.*.megatron.dtype actor_rollout_ref.rollout.dtype
-of speed or memory alone: actor_rollout_ref.*.megatron.override_ddp_config.*
+speed or memory only: actor_rollout_ref.*.megatron.override_ddp_config.*
     actor_rollout_ref.*.megatron.override_transformer_config.{apply_rope_fusion,attention_backend,*fusion*}
     actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_dtype,moe_token_dispatcher_type}
     actor_rollout_ref.*.megatron.override_transformer_config.{moe_enable_deepep,moe_grouped_gemm}
@@ -97,74 +97,75 @@ of speed or memory alone: actor_rollout_ref.*.megatron.override_ddp_config.*
     actor_rollout_ref.*.megatron.override_transformer_config.{deallocate_pipeline_outputs,persist_layer_norm}
     actor_rollout_ref.*.megatron.override_transformer_config.{gradient_accumulation_fusion,batch_p2p_comm}
     actor_rollout_ref.*.megatron.override_transformer_config.{overlap_moe_*,variable_seq_lengths,bias_*}
-stages are planned here: actor_rollout_ref.*.megatron.override_transformer_config.{account_for_*,num_layers_in_*}
-stages are planned: actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
-config.json tells it: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,moe_router_enable_expert_bias}
+stages are automatic: actor_rollout_ref.*.megatron.override_transformer_config.{account_for_*,num_layers_in_*}
+stages are automatic: actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
+read from config.json: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,moe_router_enable_expert_bias}
     actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_score_function,normalization}
-of speed or memory alone: actor_rollout_ref.*.optim.override_optimizer_config.*
+speed or memory only: actor_rollout_ref.*.optim.override_optimizer_config.*
     actor_rollout_ref.actor.{use_prefix_grouper,data_loader_seed}
-torch's or Megatron's: actor_rollout_ref.*.optim.optimizer_impl
-the whole run: actor_rollout_ref.*.optim.{lr_decay_steps,total_training_steps}
-from 0: actor_rollout_ref.*.optim.lr_warmup_init
-of metrics alone: actor_rollout_ref.actor.calculate_sum_pi_squared
-mini-batches keep the order in which prompts were drawn: actor_rollout_ref.actor.shuffle
-clip_ratio_low and clip_ratio_high say it: actor_rollout_ref.actor.clip_ratio
-of loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
-of logs alone: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
+implementation of torch or Megatron: actor_rollout_ref.*.optim.optimizer_impl
+the schedule covers the whole run: actor_rollout_ref.*.optim.{lr_decay_steps,total_training_steps}
+warm-up starts at 0: actor_rollout_ref.*.optim.lr_warmup_init
+metrics only: actor_rollout_ref.actor.calculate_sum_pi_squared
+mini-batches keep the order of prompts: actor_rollout_ref.actor.shuffle
+given by clip_ratio_low and clip_ratio_high: actor_rollout_ref.actor.clip_ratio
+only for loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
+logs only: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
 no vision tower: actor_rollout_ref.actor.freeze_vision_tower
-optim.clip_grad says it: actor_rollout_ref.actor.grad_clip
-of other losses: actor_rollout_ref.actor.policy_loss.*
-of speed or memory alone: actor_rollout_ref.ref.*
+given by optim.clip_grad: actor_rollout_ref.actor.grad_clip
+settings of other losses: actor_rollout_ref.actor.policy_loss.*
+speed or memory only: actor_rollout_ref.ref.*
     actor_rollout_ref.rollout.{mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}
     actor_rollout_ref.rollout.{layered_summon,agent.num_workers,moe_*,engine_kwargs.*,skip*,cudagraph_*}
     actor_rollout_ref.rollout.{multi_stage_wake_up,disaggregation.*}
-of engines apart: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}
-engines leave the device where it is shared: actor_rollout_ref.rollout.free_cache_engine
-weights come by the weight sync: actor_rollout_ref.rollout.load_format
-engines always say them: actor_rollout_ref.rollout.calculate_log_probs
-of the distribution that is drawn from: actor_rollout_ref.rollout.logprobs_mode
+only for separate engines: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}
+engines leave a shared device: actor_rollout_ref.rollout.free_cache_engine
+weights arrive by the weight sync: actor_rollout_ref.rollout.load_format
+engines always return them: actor_rollout_ref.rollout.calculate_log_probs
+log-probs of the sampling distribution: actor_rollout_ref.rollout.logprobs_mode
 false: actor_rollout_ref.rollout.ignore_eos
 data.max_prompt_length: actor_rollout_ref.rollout.prompt_length
 data.max_response_length: actor_rollout_ref.rollout.response_length
-single turns: actor_rollout_ref.rollout.{agent.default_agent_loop,multi_turn.*}
-the weight sync is rltrain's own: actor_rollout_ref.rollout.{checkpoint_engine.*,update_weights_bucket_megabytes}
-greedy: actor_rollout_ref.rollout.val_kwargs.*
-of VeOmni: actor_rollout_ref.actor.veomni.*
-of torchtitan: actor_rollout_ref.actor.torchtitan.*
-of Hydra: --config-* hydra.*
+single-turn generation: actor_rollout_ref.rollout.{agent.default_agent_loop,multi_turn.*}
+rltrain has its own weight sync: actor_rollout_ref.rollout.{checkpoint_engine.*,update_weights_bucket_megabytes}
+evaluation is greedy: actor_rollout_ref.rollout.val_kwargs.*
+settings of VeOmni: actor_rollout_ref.actor.veomni.*
+settings of torchtitan: actor_rollout_ref.actor.torchtitan.*
+settings of Hydra: --config-* hydra.*
 """)
 
 
-# verl's supervised trainer.
+# The supervised trainer.
 
 EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
 SFT_HARMLESS = by_pattern("""
-of speed or checkpoint files: engine.*
-of the trainer: engine strategy model_engine model optim
-of speed or memory alone: optim.override_optimizer_config.*
-from 0: optim.lr_warmup_init
-the whole run: optim.lr_decay_steps
-sequences are packed always: model.use_remove_padding data.pad_mode
-no code of a checkpoint is run: model.trust_remote_code
-of memory alone: model.enable_gradient_checkpointing
-of speed alone: model.use_liger data.num_workers
-no adapters, or of how they are stored: model.lora*
-torch's or Megatron's: optim.optimizer_impl
+speed or checkpoint files only: engine.*
+choice of the trainer: engine strategy model_engine model optim
+speed or memory only: optim.override_optimizer_config.*
+warm-up starts at 0: optim.lr_warmup_init
+the schedule covers the whole run: optim.lr_decay_steps
+sequences are always packed: model.use_remove_padding data.pad_mode
+code in checkpoints is never run: model.trust_remote_code
+memory only: model.enable_gradient_checkpointing
+speed only: model.use_liger data.num_workers
+no adapters, or their storage: model.lora*
+implementation of torch or Megatron: optim.optimizer_impl
 micro-batches are counted in tokens: data.*micro_batch_size* data.use_dynamic_bsz data.max_token_len_per_gpu
-templates are checked: data.ignore_input_ids_mismatch
+chat templates are always checked: data.ignore_input_ids_mismatch
 longer conversations are left out: data.truncation
-of reading rows: data.*
-without data.val_files nothing is held out: trainer.test_freq
-of logs and checkpoint files: trainer.*
-of logs alone: global_profiler.* profiler.*
-of checkpoint files: checkpoint.*
-of Hydra and torchrun: --*
-the trainer: -m
+reading of rows only: data.*
+no evaluation set without data.val_files: trainer.test_freq
+logs and checkpoint files only: trainer.*
+logs only: global_profiler.* profiler.*
+checkpoint files only: checkpoint.*
+settings of Hydra and torchrun: --*
+choice of the trainer: -m
 """)
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of verl's supervised trainer into `out`."""
     out.set("algorithm", "sft", "verl.trainer.sft_trainer")
     apply(VERL_SFT, keys, out)
     out.set("data.train.response_key", None, "messages are whole conversations")
@@ -208,7 +209,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 def _backend(keys: SourceKeys, out: Translation) -> None:
-    """The engine is FSDP unless it is named."""
+    """Sets the backend. The default engine is FSDP."""
     engine = keys.text("engine", keys.get("engine.strategy", "fsdp"))
     megatron = "megatron" in engine
     set_lora(keys, out, "model.", megatron)
@@ -226,10 +227,10 @@ def _optimizer(keys: SourceKeys, out: Translation) -> None:
     if str(decay) in DECAYS:
         out.set("actor.optimizer.decay", str(decay), key)
     else:
-        out.differs(key, decay, f"learning rates here are {', '.join(DECAYS)}")
+        out.differs(key, decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
 
 
-# verl's keys. Defaults are those of verl/trainer/config (ppo_trainer.yaml).
+# The RL trainer. Defaults are from verl/trainer/config (ppo_trainer.yaml).
 
 SECTIONS = (
     "actor_rollout_ref",
@@ -257,6 +258,7 @@ LABEL = "reward_model.ground_truth"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
+    """Translates a config of verl into `out`."""
     if "sft" in keys.text(MODULE, ""):
         translate_sft(keys, out, rows)
         return
@@ -291,7 +293,7 @@ def _steps(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 DRAWN = "rollout.total_rollout_steps"
-"""Prompts that a fully asynchronous run draws, at most those of its epochs."""
+"""Number of prompts generated by a fully asynchronous run, at most those of its epochs."""
 CHUNKED = (
     A + "entropy_from_logits_with_chunking",
     A + "fsdp_config.entropy_from_logits_with_chunking",
@@ -318,7 +320,8 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
-    """The hybrid engine has all roles on all GPUs; asynchronous trainers have engines on GPUs of their own."""
+    """Places the roles. The hybrid engine has all roles on all GPUs. Asynchronous trainers have separate GPUs for
+    engines."""
     nodes, per_node = keys.count("trainer.nnodes", 1), keys.count("trainer.n_gpus_per_node", 8)
     trained = nodes * per_node
     module, mode = keys.text(MODULE, ""), keys.get("trainer.v1.trainer_mode", "sync")
@@ -336,7 +339,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     own_nodes = keys.first("rollout.nnodes", R + "nnodes", default=nodes)[1] or nodes
     own_per_node = keys.first("rollout.n_gpus_per_node", R + "n_gpus_per_node", default=per_node)[1]
     engines = count(own_nodes) * count(own_per_node)
-    out.place(["rollout", "reward"], ranks(trained, engines), "rollout.nnodes x rollout.n_gpus_per_node, behind them")
+    out.place(["rollout", "reward"], ranks(trained, engines), "rollout.nnodes x rollout.n_gpus_per_node, after them")
     out.world_size = trained + engines
     every = count(
         keys.first("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step", default=1)[1]
@@ -366,7 +369,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         apply(VERL_MEGATRON, keys, out)
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
             chunks = out.settings.pop("actor.parallel.vpp")
-            out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")
+            out.leave(chunks.origin, chunks.value, "interleaving needs more than one stage")
         own = keys.truth(A + "megatron.sequence_parallel", True)
         if own and out.get("actor.parallel.tp") > 1:
             out.set("actor.parallel.sequence_parallel", True, A + "megatron.sequence_parallel")
@@ -388,12 +391,12 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:
-    out.set("data.train.label_key", LABEL, "what verl's reward functions compare with")
+    out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
     overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
     if overlong:
         out.set("data.on_bad_row", "skip", "data.filter_overlong_prompts, data.truncation: longer prompts are left out")
     if keys.get("data.truncation", "error") in ("left", "right", "middle"):
-        out.leave("data.truncation", keys.get("data.truncation"), "longer prompts are left out, and none is cut")
+        out.leave("data.truncation", keys.get("data.truncation"), "longer prompts are left out, not cut")
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
@@ -426,7 +429,7 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
         arguments["disable_cuda_graph"] = True
     replicas = count(keys.get(R + "data_parallel_size", 1) or 1)
     if replicas > 1:
-        out.leave(R + "data_parallel_size", replicas, "as many engines more, each of rollout.parallel.tp ranks")
+        out.leave(R + "data_parallel_size", replicas, "further engines, each with rollout.parallel.tp ranks")
     ep = count(keys.get(R + "expert_parallel_size", 1) or 1)
     tp = out.get("rollout.parallel.tp")
     choose_engine(out, keys.text(R + "name", "vllm"), min(ep, tp), arguments, R + "gpu_memory_utilization, ...")

@@ -1,4 +1,4 @@
-"""verl's keys of learning, models, rewards, correction and teachers."""
+"""Rules for verl's keys of learning, models, rewards, correction and teachers."""
 
 import math
 from typing import Any
@@ -32,22 +32,23 @@ from rltrain.import_config.translation import (
     truth,
 )
 
-# verl's rollout correction: weights and masks for what the engine drew by other weights or other arithmetic.
+# Rollout correction: weights and masks for tokens from other weights or other arithmetic.
 
 PREFIX = "algorithm.rollout_correction."
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "every_token"}
-"""Of masks by ratios: verl's k1, and what bounds every token's own ratio."""
+"""Levels of masks by ratio: verl's k1, and bounds on every token's own ratio."""
 PER_TOKEN = ("token", "seq_max")
 HALVINGS = 60
 
 
 def set_correction(keys: SourceKeys, out: Translation) -> None:
+    """Sets importance weights and masks."""
     bypass = keys.truth(PREFIX + "bypass_mode", False)
     kind = keys.text(PREFIX + "loss_type", "ppo_clip")
     if bypass:
         out.set("loss.old_logprobs", "rollout", PREFIX + "bypass_mode")
         if kind not in ("ppo_clip", "reinforce"):
-            raise UntranslatableError("losses of bypass_mode are ppo_clip and reinforce")
+            raise UntranslatableError("bypass_mode supports the losses ppo_clip and reinforce")
         if kind == "reinforce":
             out.set("loss.policy", "reinforce", PREFIX + "loss_type")
             out.settings.pop("loss.dual_clip", None)
@@ -58,13 +59,13 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
 
 
 def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
-    """`by_ratio`: the policy's own ratio compares with the engine, and no weights are applied."""
+    """Sets the weights. With `by_ratio` the policy's own ratio compares with the engine, and no weights are applied."""
     level, threshold = keys.get(PREFIX + "rollout_is"), keys.get(PREFIX + "rollout_is_threshold", 2.0)
     normalised = keys.truth(PREFIX + "rollout_is_batch_normalize", False)
     if level in NOTHING:
         return
     if by_ratio:
-        out.leave(PREFIX + "rollout_is", level, "of metrics alone: with bypass_mode ppo_clip applies no weights")
+        out.leave(PREFIX + "rollout_is", level, "metrics only: with bypass_mode ppo_clip applies no weights")
         return
     low, _, high = str(threshold).rpartition("_")
     out.set("loss.correction.level", str(level), PREFIX + "rollout_is")
@@ -75,8 +76,8 @@ def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
     if normalised and keys.truth(PREFIX + "bypass_mode", False):
         out.set("loss.correction.normalize", "mini_batch", PREFIX + "rollout_is_batch_normalize")
         out.notes.append(
-            f"{PREFIX}rollout_is_batch_normalize: with bypass_mode the mean is of a micro-batch of all ranks there, "
-            "and of the mini-batch here"
+            f"{PREFIX}rollout_is_batch_normalize: with bypass_mode the mean is over a micro-batch of all ranks there, "
+            "and over the mini-batch here"
         )
     elif normalised:
         out.set("loss.correction.normalize", "step", PREFIX + "rollout_is_batch_normalize")
@@ -95,13 +96,14 @@ def _set_masks(named: str, thresholds: Any, out: Translation) -> None:
         elif level in PER_TOKEN or (level in LEVELS and kind == "k1"):
             masks.append({"level": LEVELS[level], **_bounds(kind, value)})
         else:
-            out.differs(PREFIX + "rollout_rs", option, "a sum of k2 or k3 over a sequence bounds nothing here")
+            out.differs(PREFIX + "rollout_rs", option, "bounds on a sum of k2 or k3 over a sequence are not supported")
     if masks:
         out.set("loss.correction.masks", masks, PREFIX + "rollout_rs, rollout_rs_threshold")
 
 
 def _bounds(kind: str, threshold: str) -> dict[str, float]:
-    """Of the ratio actor / engine: verl's r, of which k1 is -log r. With k1 its thresholds are of the inverse."""
+    """Returns bounds of the ratio actor / engine. It is verl's r, and k1 is -log r. With k1 its thresholds are of the
+    inverse."""
     if kind == "k1":
         first, _, last = threshold.rpartition("_")
         highest = real(last)
@@ -114,7 +116,8 @@ def _bounds(kind: str, threshold: str) -> dict[str, float]:
 
 
 def _root(most: float, sign: float) -> float:
-    """log r of this sign with r - 1 - log r = `most`, by halving: the estimate grows with the distance from 0."""
+    """Returns log r of the given sign with r - 1 - log r = `most`, by bisection. The estimate grows with the distance
+    from 0."""
     near, far = 0.0, sign * (most + 2 + math.sqrt(2 * most))
     for _ in range(HALVINGS):
         middle = (near + far) / 2
@@ -122,7 +125,7 @@ def _root(most: float, sign: float) -> float:
     return near
 
 
-# Of verl's keys those of adapters and of routers.
+# Adapters and routers.
 
 REPLAYS = {"R2": "recompute", "R3": "rollout"}
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
@@ -135,7 +138,7 @@ def is_megatron(keys: SourceKeys) -> bool:
 
 
 def slices_of(keys: SourceKeys) -> int:
-    """Ranks that share out a sequence."""
+    """Returns the number of ranks that share a sequence."""
     actor = "actor_rollout_ref.actor."
     if is_megatron(keys):
         return keys.count(actor + "megatron.context_parallel_size", 1)
@@ -144,7 +147,8 @@ def slices_of(keys: SourceKeys) -> int:
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, section: str = "model.lora") -> None:
-    """FSDP has `lora_rank` and the like, Megatron a section `lora`, whose alpha is 32 by default instead of 16."""
+    """Sets the adapters. FSDP has keys such as `lora_rank`. Megatron has a section `lora` with a default alpha of 32
+    instead of 16."""
     names = {"rank": "rank", "alpha": "alpha"}
     given = {here: keys.first(f"{prefix}lora_{name}", f"{prefix}lora.{name}")[1] for here, name in names.items()}
     given["targets"] = keys.first(prefix + "target_modules", prefix + "lora.target_modules")[1]
@@ -157,23 +161,25 @@ def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, se
 
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:
-    """R2: training visits the experts of the pass of the old log-probs. R3: those that the engine chose."""
+    """Sets the router replay. R2 repeats the experts of the pass for the old log-probs. R3 repeats those of the
+    engine."""
     mode = keys.text(REPLAY, "disabled")
     returned = keys.truth(RETURNED, False)
     if mode != "disabled":
         set_named(out, "model.router_replay", REPLAYS, REPLAY, mode, "modes")
     elif returned:
-        out.leave(RETURNED, returned, "nothing replays what the engine chose")
+        out.leave(RETURNED, returned, "the engine's choices are not used")
 
 
 def set_kind_of_optimizer(keys: SourceKeys, out: Translation, prefix: str) -> None:
-    """`optimizer` is a class of torch's, or Megatron's name; what Megatron alone has stands in a section of its own."""
+    """Sets the optimizer. `optimizer` is a class of torch or a name of Megatron. Options of Megatron alone have a
+    separate section."""
     own = prefix + "override_optimizer_config."
     given = {"optimizer": keys.get(prefix + "optimizer", "adam"), **megatron_options(keys, own)}
     set_megatron_optimizer(given, out, own)
 
 
-# Of verl's keys what is learned: algorithm, loss, optimizer.
+# Algorithm, loss and optimizer.
 
 A, R = ACTOR, ROLLOUT
 POLICIES = {
@@ -195,7 +201,7 @@ DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 def set_micro(
     keys: SourceKeys, out: Translation, role: str, tokens: str, sequences: str, dynamic: bool, longest: int
 ) -> None:
-    """Micro-batches: by tokens, else by samples, of which each may be the longest."""
+    """Sets the micro-batches by tokens, or else by samples of the longest length."""
     most, per_gpu = keys.get(tokens), keys.get(sequences)
     if dynamic:
         of_critic = 32768 if role == "critic" else 16384
@@ -209,13 +215,14 @@ def named_estimator(keys: SourceKeys) -> str:
 
 
 ALONE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
+"""Algorithms of verl that give a single sample of a prompt its reward as advantage."""
 
 
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    """Sets the algorithm and its advantages."""
     name = named_estimator(keys)
     if name not in ALGORITHMS:
-        out.differs("algorithm.adv_estimator", name, "no algorithm here estimates advantages so")
+        out.differs("algorithm.adv_estimator", name, "no algorithm here has this estimator")
         return
     algorithm = ALGORITHMS[name]
     if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
@@ -223,27 +230,27 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         return
     out.set("algorithm", algorithm, "algorithm.adv_estimator")
     if algorithm == "pass_at_k":
-        out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: of all samples the best")
+        out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: the best of all samples")
     by_std = keys.truth("algorithm.norm_adv_by_std_in_grpo", True)
     if algorithm in WITH_STD and not by_std:
         out.set("advantages.normalize_std", False, "algorithm.norm_adv_by_std_in_grpo")
     if algorithm in WHITENED:
-        out.set("advantages.whiten", True, "verl whitens always")
+        out.set("advantages.whiten", True, "verl always whitens")
     if algorithm == "gpg":
-        out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
+        out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards other than 0")
     if algorithm == "optimal_token_baseline" and not keys.truth(A + "calculate_sum_pi_squared", False):
         raise UntranslatableError(f"{name} requires {A}calculate_sum_pi_squared=True")
     gamma, gae_lambda = keys.real("algorithm.gamma", 1.0), keys.real("algorithm.lam", 1.0)
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, "algorithm.gamma")
     if algorithm == "ppo":
-        out.set("advantages.gae_lambda", gae_lambda, "algorithm.lam, whose default is 1")
+        out.set("advantages.gae_lambda", gae_lambda, "algorithm.lam, default 1")
     _set_selection(keys, out)
 
 
 def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
     if keys.truth("algorithm.use_kl_in_reward", False):
-        out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+        out.differs("algorithm.use_kl_in_reward", True, "a single sample per prompt has its KL per token here")
     whitens = ALGORITHMS[name] in WHITENED
     take_rewards(out, f"algorithm.adv_estimator {name}", R + "n", whitens=whitens)
     for key in ("norm_adv_by_std_in_grpo", "gamma", "lam"):
@@ -263,37 +270,39 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
+    """Sets the policy loss."""
     mode = keys.get(A + "policy_loss.loss_mode", "vanilla")
     if not set_named(out, "loss.policy", POLICIES, A + "policy_loss.loss_mode", mode, "policy losses"):
         return
     bound = keys.get(A + "clip_ratio_c", 3.0)
     if mode == "vanilla" and bound not in NOTHING:
         given = A + "clip_ratio_c" in keys
-        out.set("loss.dual_clip", real(bound), A + "clip_ratio_c" + ("" if given else ", on by default"))
+        out.set("loss.dual_clip", real(bound), A + "clip_ratio_c" + ("" if given else ", default"))
     if str(mode).startswith("dppo_"):
         out.set("loss.dppo.divergence", str(mode).removeprefix("dppo_"), A + "policy_loss.loss_mode")
         if bound not in NOTHING:
-            out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, by default 3")
+            out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, default 3")
     mean = keys.text(A + "loss_agg_mode", "token-mean")
     if mode in ("gspo", "geo_mean"):
         mean = "seq-mean-token-mean"
     set_named(out, "loss.normalization", MEANS, A + "loss_agg_mode", mean, "means")
     factor = keys.get(A + "loss_scale_factor")
     if mean == "seq-mean-token-sum-norm" and factor not in (None, out.get("rollout.sampling.max_response_tokens")):
-        out.differs(A + "loss_scale_factor", factor, "sums are divided by the longest response here")
+        out.differs(A + "loss_scale_factor", factor, "sums are always divided by the longest response here")
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
+    """Sets the KL penalty and the sizes of the reference."""
     in_loss, in_reward = keys.truth(A + "use_kl_loss", False), keys.truth("algorithm.use_kl_in_reward", False)
     coef = keys.real(A + "kl_loss_coef", 0.001)
     kind = keys.get(A + "kl_loss_type", "low_var_kl")
     other, reward_kind = keys.get("algorithm.kl_ctrl.kl_coef", 0.001), keys.get("algorithm.kl_penalty", "kl")
     if in_loss and in_reward and coef and real(other):
-        out.differs("algorithm.use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
+        out.differs("algorithm.use_kl_in_reward", True, "the penalty is already in the loss; one place is possible")
     if in_loss and coef:
         out.set("loss.kl.coef", coef, A + "kl_loss_coef")
         out.set("loss.kl.estimator", estimator(kind), A + "kl_loss_type")
-        out.set("loss.kl.unbiased", False, "verl does not weigh it by the ratio")
+        out.set("loss.kl.unbiased", False, "verl does not multiply it by the ratio")
     elif in_reward and real(other):
         out.set("loss.kl.coef", real(other), "algorithm.kl_ctrl.kl_coef")
         out.set("loss.kl.estimator", estimator(reward_kind), "algorithm.kl_penalty")
@@ -311,7 +320,7 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
 
 
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:
-    """verl's learning rate follows training steps, of which each has several updates here."""
+    """Sets the optimizer. verl's learning rate follows training steps. A step has several updates here."""
     here = f"{role}.optimizer."
     decay = str(keys.first(prefix + "lr_scheduler_type", prefix + "lr_decay_style", default="constant")[1])
     rules = (
@@ -324,7 +333,7 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     if decay in DECAYS:
         out.set(here + "decay", DECAYS[decay], prefix + "lr_scheduler_type")
     else:
-        out.differs(prefix + "lr_scheduler_type", decay, f"learning rates here are {', '.join(DECAYS)}")
+        out.differs(prefix + "lr_scheduler_type", decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
     least = keys.get(prefix + "min_lr_ratio")
     if least not in NOTHING and real(least):
         out.set(here + "min_lr", real(least) * out.get(here + "lr"), prefix + "min_lr_ratio")
@@ -334,10 +343,11 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     warmup = count(steps) if steps not in NOTHING and count(steps) >= 0 else int(ratio * out.get("steps"))
     if warmup:
         updates = out.get("batch.mini_batches") * out.get("batch.epochs")
-        out.set(here + "warmup_steps", warmup * updates, f"{warmup} training steps of {updates} updates")
+        out.set(here + "warmup_steps", warmup * updates, f"{warmup} training steps with {updates} updates each")
 
 
 def set_critic(keys: SourceKeys, out: Translation) -> None:
+    """Sets the critic with its optimizer."""
     set_optimizer(keys, out, "critic.optim.", "critic", 1e-5)
     rules = (
         Pair("critic.model.path", "critic.path"),
@@ -357,13 +367,14 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
         out.differs("critic.ppo_mini_batch_size", own, "actor and critic have the same mini-batches here")
 
 
-# verl's rewards: functions, a model that classifies, and what is taken off long responses.
+# Rewards: functions, a classifier, and penalties for long responses.
 
 MODEL = "reward.reward_model."
 MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
+    """Sets reward functions, a reward model, and penalties."""
     path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
     function = None if path in NOTHING else f"{path}:{name}"
@@ -376,20 +387,20 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif function is not None:
         out.set("reward.function", function, "custom_reward_function.path, .name")
     else:
-        out.set("reward.function", "math", "verl's by data_source: here answers are compared as mathematics")
+        out.set("reward.function", "math", "verl selects it by data_source; here answers are compared as mathematics")
     if manager not in (*MANAGERS, "gdpo"):
-        out.differs("reward.reward_manager.name", manager, "a manager of one's own is a function here")
+        out.differs("reward.reward_manager.name", manager, "your own manager becomes a reward function here")
     _set_penalty(keys, out)
     if keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False):
         key = "actor_rollout_ref.rollout.multi_turn.enable"
-        out.differs(key, True, "turns are those of an environment, env.function here")
+        out.differs(key, True, "turns come from an environment here: env.function")
 
 
 def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None:
-    """Of one function several numbers, each a reward that is compared by itself."""
+    """Sets several numbers of one function as separate rewards."""
     named = keys.get("algorithm.gdpo_reward_keys")
     if function is None or not isinstance(named, list) or len(named) < 2:
-        raise UntranslatableError("gdpo has a function of its own, and two or more algorithm.gdpo_reward_keys")
+        raise UntranslatableError("gdpo needs a custom reward function and at least two algorithm.gdpo_reward_keys")
     weights = keys.get("algorithm.gdpo_reward_weights") or [1.0] * len(named)
     if len(weights) != len(named):
         raise UntranslatableError(f"{len(weights)} weights for {len(named)} rewards")
@@ -401,22 +412,22 @@ def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None
 
 
 def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None:
-    """A classifier's score is the whole reward; it stands on all GPUs, or behind them on its own."""
+    """Sets a classifier as the whole reward. It is placed on all GPUs, or on separate GPUs after them."""
     if function is not None:
-        raise UntranslatableError("a function of one's own beside a reward model asks the model itself")
+        raise UntranslatableError("a custom reward function together with a reward model is not supported")
     path = keys.first(MODEL + "model_path", "reward_model.model.path")[1]
     if path in NOTHING:
         raise UntranslatableError(f"{MODEL}model_path: expected the model's checkpoint")
-    out.set("reward_model.path", str(path), MODEL + "model_path: a classifier of one label")
-    out.set("reward.functions", [], "the model alone says what responses are worth")
+    out.set("reward_model.path", str(path), MODEL + "model_path: a classifier with one label")
+    out.set("reward.functions", [], "the model gives the whole reward")
     if keys.truth(MODEL + "enable_resource_pool", False):
         number = keys.count(MODEL + "nnodes", 0) * keys.count(MODEL + "n_gpus_per_node", 8)
-        out.place(["reward_model"], ranks(out.world_size, number), MODEL + "nnodes x n_gpus_per_node, behind them")
+        out.place(["reward_model"], ranks(out.world_size, number), MODEL + "nnodes x n_gpus_per_node, after the others")
         out.world_size += number
     else:
         out.place(["reward_model"], out.placed["actor"], MODEL + "enable_resource_pool is off")
     tp = keys.count(MODEL + "rollout.tensor_model_parallel_size", 2)
-    out.set("reward_model.backend", "megatron", "a model that is cut by tensor parallelism")
+    out.set("reward_model.backend", "megatron", "the model is split by tensor parallelism")
     out.set("reward_model.parallel.tp", tp, MODEL + "rollout.tensor_model_parallel_size")
 
 
@@ -429,7 +440,7 @@ def _set_penalty(keys: SourceKeys, out: Translation) -> None:
         set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, "overlong_buffer_cfg")
 
 
-# verl's on-policy distillation: a teacher that says how likely it finds what the actor drew.
+# On-policy distillation from a teacher.
 
 TEACHER_PREFIX = "distillation."
 LOSS = TEACHER_PREFIX + "distillation_loss."
@@ -437,26 +448,26 @@ TEACHERS = TEACHER_PREFIX + "teacher_models."
 MAX_LOSS = 10.0
 FORWARD = "forward_kl_topk"
 DRAWN = ("kl", "k1")
-"""Distances that are, as an advantage, log p - log q of the drawn token."""
-SPEED = "of the server that the teacher is there, and a model that is evaluated here"
+"""Distances that are, as an advantage, log p - log q of the sampled token."""
+SPEED = "settings of the teacher's server there; here it is an evaluated model"
 
 
 def set_teacher(keys: SourceKeys, out: Translation) -> None:
-    """Behind everything else, since it takes the ranks behind the others'."""
+    """Sets the teacher. It must be called last, as the teacher's ranks follow all others."""
     if not keys.truth(TEACHER_PREFIX + "enabled", False):
         keys.under(TEACHER_PREFIX)
         return
     _set_models(keys, out)
     if keys.truth(LOSS + "use_task_rewards", True):
-        out.differs(LOSS + "use_task_rewards", True, "two losses, each with a clip of its own, are one loss here")
+        out.differs(LOSS + "use_task_rewards", True, "two losses with separate clips are not supported")
     else:
-        out.set("algorithm", "distillation", LOSS + "use_task_rewards: rewards teach nothing")
+        out.set("algorithm", "distillation", LOSS + "use_task_rewards: rewards are not used")
         for path in [path for path in out.settings if path.startswith("advantages.")]:
             del out.settings[path]
     _set_distance(keys, out)
     own = keys.text(LOSS + "policy_loss_mode", "vanilla")
     if own != "vanilla":
-        out.differs(LOSS + "policy_loss_mode", own, "the policy loss is that of loss.policy")
+        out.differs(LOSS + "policy_loss_mode", own, "the policy loss is always loss.policy")
     ends = (LOSS + "clip_ratio_low", LOSS + "clip_ratio_high")
     set_clip(out, *(keys.get(end, 0.2) for end in ends), *ends)
 
@@ -468,33 +479,33 @@ def _set_distance(keys: SourceKeys, out: Translation) -> None:
         return
     out.set("teacher.where", "advantage", LOSS + "use_policy_gradient")
     if mode not in DRAWN or not by_gradient:
-        reason = "k1 with use_policy_gradient is teacher.where advantage; of others docs/roles.md has what is there"
+        reason = "supported: k1 with use_policy_gradient (teacher.where: advantage), and docs/roles.md"
         out.differs(LOSS + "loss_mode", f"{mode}, use_policy_gradient {by_gradient}", reason)
     elif out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
-        reason = "by the weights of each mini-batch there, of the step's start here: the same for one mini-batch"
+        reason = "it uses the weights of each mini-batch there, and of the step's start here; equal for one mini-batch"
         out.differs(LOSS + "use_policy_gradient", True, reason)
     bound = keys.get(LOSS + "loss_max_clamp", MAX_LOSS)
     if bound not in NOTHING:
-        out.set("teacher.max_distance", real(bound), f"{LOSS}loss_max_clamp, by default {MAX_LOSS}")
+        out.set("teacher.max_distance", real(bound), f"{LOSS}loss_max_clamp, default {MAX_LOSS}")
     for key in ("topk", "log_prob_min_clamp"):
         if LOSS + key in keys:
-            out.leave(LOSS + key, keys.get(LOSS + key), "of losses over several tokens")
+            out.leave(LOSS + key, keys.get(LOSS + key), "only for losses over several tokens")
 
 
 def _set_forward(keys: SourceKeys, out: Translation) -> None:
-    """A term of the loss over the teacher's likeliest tokens, in the place of the policy loss with all its terms."""
+    """Sets a loss over the teacher's likeliest tokens. It replaces the policy loss with all its terms."""
     out.set("teacher.where", "loss", LOSS + "use_policy_gradient: off")
     out.set("teacher.kl", "forward", LOSS + "loss_mode")
-    out.set("teacher.rest", False, LOSS + "loss_mode: the sum over topk tokens alone")
-    out.set("teacher.top_k", keys.count(LOSS + "topk", 128), LOSS + "topk, by default 128")
+    out.set("teacher.rest", False, LOSS + "loss_mode: the sum over the topk tokens only")
+    out.set("teacher.top_k", keys.count(LOSS + "topk", 128), LOSS + "topk, default 128")
     bounds = (("loss_max_clamp", "max_distance", MAX_LOSS), ("log_prob_min_clamp", "min_logprob", -10.0))
     for key, path, default in bounds:
         bound = keys.get(LOSS + key, default)
         if bound not in NOTHING:
-            out.set(f"teacher.{path}", real(bound), f"{LOSS}{key}, by default {default}")
+            out.set(f"teacher.{path}", real(bound), f"{LOSS}{key}, default {default}")
     for key in ("use_chunked_topk", "chunked_topk_chunk_size"):
         if LOSS + key in keys:
-            out.leave(LOSS + key, keys.get(LOSS + key), "of memory")
+            out.leave(LOSS + key, keys.get(LOSS + key), "memory only")
     for path in [path for path in out.settings if path.startswith(("loss.kl.", "loss.entropy_coef"))]:
         del out.settings[path]
 
@@ -509,12 +520,12 @@ def _set_models(keys: SourceKeys, out: Translation) -> None:
     out.place(
         ["teacher"],
         ranks(out.world_size, nodes * per_node),
-        f"{TEACHER_PREFIX}nnodes x n_gpus_per_node, behind the others",
+        f"{TEACHER_PREFIX}nnodes x n_gpus_per_node, after the others",
     )
     out.world_size += nodes * per_node
     out.set("teacher.parallel.tp", tp, TEACHERS + "*.inference.tensor_model_parallel_size")
     out.set("teacher.parallel.sequence_parallel", tp > 1, "with tensor parallelism")
-    out.set("teacher.backend", "megatron", "a model that is cut by tensor parallelism")
+    out.set("teacher.backend", "megatron", "the model is split by tensor parallelism")
     if len(names) == 1:
         out.set("teacher.path", str(given[f"{min(names)}.model_path"]), TEACHERS + "*.model_path")
     else:

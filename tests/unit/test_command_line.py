@@ -27,7 +27,7 @@ from rltrain.cli.main import SUBCOMMANDS, main, run_script
 from rltrain.cli.python_interface import read_config
 from rltrain.cli.ranks import RANK_MODULE, possible_worlds, torchrun_command, torchrun_options
 from rltrain.cli.ranks import main as ranks_main
-from rltrain.config import json_schema
+from rltrain.config import key_reference
 from rltrain.config.explain import all_keys
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
@@ -151,14 +151,14 @@ def test_ranks_are_started_once_and_only_by_the_command(
     for command in (["train", "--nproc-per-node=4", *QUICKSTART], ["doctor", "--nnodes", "2"]):
         assert main(command) == 2
         told = capsys.readouterr().err
-        assert f"`rltrain` alone takes them; expected torchrun --nproc-per-node N rltrain {command[0]}" in told
+        assert f"`rltrain` only; expected torchrun --nproc-per-node N rltrain {command[0]}" in told
     assert len(ran) == 2 and not became
 
 
 REFUSED = {
     "a key": (["train", *QUICKSTART, "rollout.sampling.temprature=1"], "nearest valid key is rollout.sampling.temp"),
     "keys together": ([*AT_4, "data.solved_rate={low: 0.6, high: 0.5}"], "data.solved_rate.low: got 0.6"),
-    "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). More ranks"),
+    "one rank": (["train", *QUICKSTART], "rank 1 does not exist; expected ranks in 0-0 (1 in this world). Start more"),
     "nodes": (["train", "--nproc-per-node=2", "--nnodes=2", *QUICKSTART, "placement.actor=4"], "expected ranks in 0-3"),
     "every world": (["train", "--nnodes=1:3", *QUICKSTART], "rank 3 does not exist; expected ranks in 0-2"),
     "a layout": ([*AT_4, "actor.parallel.tp=4"], "one copy of its model takes tp 4"),
@@ -172,7 +172,7 @@ REFUSED = {
     "no node": (["train", "--nnodes=0", *QUICKSTART], "--nnodes: got 0; expected a number of at least 1"),
     "nodes backwards": (["train", "--nnodes=3:2", *QUICKSTART], "expected 2:3"),
     "ranks": (["train", "--nproc-per-node=four", *QUICKSTART], "got four; expected a number of at least 1, gpu, cpu"),
-    "the dry run's": (["train", "--gpu", "h100", *QUICKSTART], "--gpu: for --dry-run alone"),
+    "the dry run's": (["train", "--gpu", "h100", *QUICKSTART], "--gpu: only valid with --dry-run"),
     "a config": (["evaluate", "--checkpoint", str(REPOSITORY), "--config", "nope.yaml"], "nope.yaml: the config file"),
     "a checkpoint": (["evaluate", "--checkpoint", "/none", *QUICKSTART], "--checkpoint: there is no folder"),
     "an evaluation": (["evaluate", "--checkpoint", str(REPOSITORY), *QUICKSTART], "config.json does not exist"),
@@ -257,11 +257,11 @@ def test_other_shells_know_all_keys() -> None:
 
 def test_the_schema_in_the_repository_is_that_of_the_code() -> None:
     stored = (REPOSITORY / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert stored == json_schema.text(), "rltrain schema > configs/schema.json"
+    assert stored == key_reference.text(), "rltrain schema > configs/schema.json"
 
 
 def test_the_schema_has_every_key_with_its_words() -> None:
-    schema = json.loads(json_schema.text())
+    schema = json.loads(key_reference.text())
     named = set(schema["properties"])
     for definition in schema["$defs"].values():
         named |= set(definition.get("properties", {}))
@@ -301,7 +301,7 @@ def test_options_of_the_dry_run_are_refused_without_it(
     [
         ("train", [], "arguments are required: --config"),
         ("train", [*CALL, "--steps=5"], "config keys are given without dashes"),
-        ("train", [*CALL, "--gpu", "h100"], "--gpu: for --dry-run alone"),
+        ("train", [*CALL, "--gpu", "h100"], "--gpu: only valid with --dry-run"),
         ("evaluate", [], "arguments are required: --checkpoint, --config"),
         ("evaluate", ["--checkpoint", ".", "--config", "nope.yaml"], "nope.yaml: the config file does not exist"),
     ],
@@ -397,9 +397,9 @@ def test_a_function_of_a_script_has_the_file_in_its_name(tmp_path: Path) -> None
     ("function", "reason"),
     [
         (lambda prompt: 1.0, "a lambda has no name"),
-        (functools.partial(math.pow, 2), "without a name"),
-        ([].append, "without a name|not this object"),
-        (json.JSONEncoder.encode, "has not this object under the name JSONEncoder.encode"),
+        (functools.partial(math.pow, 2), "has no name"),
+        ([].append, "has no name|it is not"),
+        (json.JSONEncoder.encode, "it is not JSONEncoder.encode at the top level"),
     ],
 )
 def test_what_other_processes_could_not_find_is_refused(function: Callable[..., Any], reason: str) -> None:
@@ -469,7 +469,7 @@ def test_run_without_torchrun_starts_one_rank_and_ends_with_its_status(
 
 def test_run_without_torchrun_says_how_to_start_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UserError, match=r"rank 1 does not exist.*more are started by torchrun --nproc-per-node N"):
+    with pytest.raises(UserError, match=r"rank 1 does not exist.*start more with torchrun --nproc-per-node N"):
         run(PublicConfig.from_file(QUICKSTART_CONFIG))
 
 

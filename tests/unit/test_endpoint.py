@@ -482,7 +482,7 @@ def test_the_command_that_is_printed_asks_for_a_text_that_the_tokenizer_has(toke
         ("cuda", 0, "--device: got 'cuda', but "),
         ("cuda:2", 2, "--device: got 'cuda:2'; expected one of the 2 GPUs, from cuda:0"),
         ("gpu", 0, '--device: got \'gpu\'; expected "cpu", "cuda" or "cuda:N"'),
-        ("meta", 0, "--device: got 'meta', a device that rltrain has no code for"),
+        ("meta", 0, "--device: got 'meta', a device unknown to rltrain"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_in_one_line(

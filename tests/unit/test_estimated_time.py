@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.cli.tiny_model import Size, qwen3_config
+from rltrain.cli.quickstart import Size, qwen3_config
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, DataError
 from rltrain.models import read_architecture

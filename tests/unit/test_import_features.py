@@ -94,7 +94,7 @@ def test_megatron_cuts_sequences_of_gated_delta_nets(tmp_path: Path) -> None:
     language_model = {"model_type": "qwen3_5_text", "linear_num_key_heads": 16}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": language_model}))
     cut = found_of("verl", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", tmp_path)
-    assert cut.get("actor.backend") is None and any("slices of sequences with gated" in note for note in cut.notes)
+    assert cut.get("actor.backend") is None and any("split sequences with gated" in note for note in cut.notes)
     assert found_of("verl", "", tmp_path).get("actor.backend") == "fsdp"
     keys = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
     wider = found_of("verl", keys, tmp_path)
@@ -124,13 +124,13 @@ def test_rope_scaling_has_to_stand_in_the_models_own_config(framework: str, pref
     keys = f"{prefix}rope_scaling.rope_type=yarn {prefix}rope_scaling.factor=4.0"
     with pytest.raises(ConfigError) as refusal:
         found_of(framework, keys, small)
-    assert "expected rope_scaling.rope_type in config.json of model.path" in str(refusal.value)
+    assert "set rope_scaling.rope_type in config.json of model.path" in str(refusal.value)
     settings = json.loads((small / "config.json").read_text())
     scaled = settings | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     (small / "config.json").write_text(json.dumps(scaled))
     left = {leftover.key: leftover.reason for leftover in found_of(framework, keys, small).leftovers}
-    assert left[f"{prefix.removeprefix('+')}rope_scaling.factor"] == "config.json of model.path says the same"
-    with pytest.raises(ConfigError, match=r"expected rope_scaling\.factor in config\.json of model\.path"):
+    assert left[f"{prefix.removeprefix('+')}rope_scaling.factor"] == "config.json of model.path has the same value"
+    with pytest.raises(ConfigError, match=r"set rope_scaling\.factor in config\.json of model\.path"):
         found_of(framework, keys.replace("4.0", "2.0"), small)
 
 
@@ -141,7 +141,7 @@ def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
     found = found_of("verl", keys + " actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_fc2]")
     lora = config_of(found, tmp_path).model.lora
     assert lora and lora.alpha == 32 and lora.targets == ("q_proj", "k_proj", "v_proj", "down_proj")
-    assert any("share one A" in note for note in found.notes)
+    assert any("shares one A" in note for note in found.notes)
     keys = "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.alpha=8 trainer.policy.model.lora.dropout=0.1"
     skyrl = config_of(found_of("skyrl", keys), tmp_path).model.lora
     assert skyrl and (skyrl.rank, skyrl.alpha, skyrl.dropout) == (4, 8, 0.1)
@@ -241,7 +241,7 @@ def test_fewer_prompts_than_replicas_or_engines_make_both_wider(tmp_path: Path) 
     found = found_of("verl", more)
     config = config_of(found, tmp_path)
     assert (config.actor.parallel.tp, config.actor.parallel.cp, config.rollout.parallel.tp) == (2, 4, 8)
-    assert len([note for note in found.notes if "a prompt's samples stay together here" in note]) == 2
+    assert len([note for note in found.notes if "the samples of a prompt stay together here" in note]) == 2
     one = config_of(found_of("verl", more + "actor_rollout_ref.actor.ppo_mini_batch_size=1"), tmp_path)
     assert (one.actor.parallel.cp, one.rollout.parallel.tp) == (12, 8)
     enough = config_of(found_of("verl", MEGATRON + "trainer.nnodes=3"), tmp_path)
@@ -261,9 +261,9 @@ DETACHED += "actor_rollout_ref.model.mtp.detach_encoder=DETACH actor_rollout_ref
 def test_prediction_layers_whose_gradients_are_clipped_apart_stay_as_they_are() -> None:
     keys = "trainer.mtp.enabled=true trainer.mtp.loss_weight=0.2 trainer.policy.megatron_config.mtp_loss_topk=8"
     found = found_of("skyrl", keys)
-    assert any("here they stay as the checkpoint has them" in note for note in found.notes)
+    assert any("here they stay unchanged" in note for note in found.notes)
     assert not found.differences
-    assert not any("predict further tokens" in note for note in found_of("skyrl", "").notes)
+    assert not any("prediction layers" in note for note in found_of("skyrl", "").notes)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_prediction_layers_train_what_the_source_does_not_detach(
     found = found_of(framework, keys)
     mtp = config_of(found, tmp_path).model.mtp
     assert mtp and (mtp.coef, mtp.trains) == (coef, trains)
-    assert any("slime's mask of it" in note for note in found.notes) == (framework == "slime")
+    assert any("slime's mask is one token" in note for note in found.notes) == (framework == "slime")
     assert not found.differences
 
 
@@ -298,7 +298,7 @@ def test_prediction_layers_that_no_source_trains_stay_as_they_are(framework: str
 
 
 def test_more_prediction_layers_than_one_are_refused() -> None:
-    with pytest.raises(ConfigError, match="one such layer is trained"):
+    with pytest.raises(ConfigError, match="only one such layer is trained"):
         found_of("slime", "--enable-mtp-training --mtp-num-layers 2")
 
 
@@ -318,7 +318,7 @@ def test_skyrls_external_servers_are_asked_by_ranks_without_devices(small: Path)
     assert "Ranks: 4" in described
     together = " trainer.placement.colocate_all=true generator.inference_engine.tensor_parallel_size=1"
     for placed in ("", together):
-        with pytest.raises(ConfigError, match="external_server_urls: .*servers are named one by one"):
+        with pytest.raises(ConfigError, match="external_server_urls: .*list every server in external_server_urls"):
             found_of("skyrl", SERVERS + placed)
     assert found_of("skyrl", "trainer.placement.colocate_all=false " + APART).get("rollout.engine") == "sglang"
 
@@ -367,7 +367,7 @@ def test_experts_of_slime_are_rounded_as_its_variables_say(
     found = imported("slime", [str(script)])
     rounded = config_of(found, tmp_path).model.fake_quantization
     assert (rounded and (rounded.group_size, rounded.scale_divisor)) == (group_size and (group_size, 7.0))
-    assert any("model.path has to be such a checkpoint" in note for note in found.notes) is (group_size is not None)
+    assert any("model.path must be such a checkpoint" in note for note in found.notes) is (group_size is not None)
 
 
 def test_experts_of_skyrl_are_rounded_beside_adapters(tmp_path: Path) -> None:
@@ -381,8 +381,8 @@ def test_experts_of_skyrl_are_rounded_beside_adapters(tmp_path: Path) -> None:
     found = found_of("skyrl", kimi)
     rounded = config_of(found, tmp_path).model.fake_quantization
     assert rounded and (rounded.group_size, rounded.scale_divisor) == (64, 7.0)
-    assert any("model.path has to be such a checkpoint" in note for note in found.notes)
-    with pytest.raises(ConfigError, match="q_min.*with one of 7 it is -7"):
+    assert any("model.path must be such a checkpoint" in note for note in found.notes)
+    with pytest.raises(ConfigError, match="q_min.*-7 for 7"):
         found_of("skyrl", kimi.replace("q_min=-7", "q_min=-8"))
     with pytest.raises(ConfigError, match="symmetric.*no zero point"):
         found_of("skyrl", f"{kimi} {prefix}symmetric=false")
@@ -433,10 +433,10 @@ def test_modes_of_slimes_example(
 @pytest.mark.parametrize(
     ("options", "more", "reason"),
     [
-        (TRUNCATE + "own: 3\n", "", "own: 3: nothing here stands for it"),
-        (TRUNCATE + "use_rs: true\nrs_level: token\n", "--entropy-coef 0.1", "out of the terms of entropy and KL too"),
-        ("tis_level: token\ntis_mode: mask\ntis_upper_bound: 5.0\ntis_batch_normalize: true\n", "", "left out"),
-        ("tis_level: turn\ntis_mode: mask\ntis_upper_bound: 5.0\n", "", "tis_level turn, tis_mode mask are none"),
+        (TRUNCATE + "own: 3\n", "", "own: 3: it has no counterpart here"),
+        (TRUNCATE + "use_rs: true\nrs_level: token\n", "--entropy-coef 0.1", "also excluded from entropy and KL there"),
+        ("tis_level: token\ntis_mode: mask\ntis_upper_bound: 5.0\ntis_batch_normalize: true\n", "", "excluded weights"),
+        ("tis_level: turn\ntis_mode: mask\ntis_upper_bound: 5.0\n", "", "tis_level turn, tis_mode mask are not"),
     ],
 )
 def test_what_the_example_does_otherwise_is_refused(
@@ -447,7 +447,7 @@ def test_what_the_example_does_otherwise_is_refused(
 
 
 def test_what_only_the_examples_file_says_is_asked_for() -> None:
-    with pytest.raises(UserError, match="weights.yaml is not to be found"):
+    with pytest.raises(UserError, match="weights.yaml not found"):
         found_of("slime", EXAMPLE)
 
 
@@ -455,7 +455,7 @@ def test_slimes_icepop_and_functions_of_ones_own(tmp_path: Path) -> None:
     weighs = "--use-tis --tis-clip 5 --tis-clip-low 0.5 --custom-tis-function-path "
     correction = config_of(found_of("slime", weighs + "slime.loss.icepop_function"), tmp_path).loss.correction
     assert (correction.method, correction.low, correction.high) == ("icepop", 0.5, 5)
-    with pytest.raises(UserError, match="weights here are those of loss.correction"):
+    with pytest.raises(UserError, match="weights here come from loss.correction"):
         found_of("slime", weighs + "mine.weigh")
 
 

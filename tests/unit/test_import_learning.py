@@ -110,9 +110,9 @@ def test_groups_of_one_keep_their_rewards_and_a_note_says_how(
     assert (config.algorithm, config.advantages.whiten) == ("reinforce_plus_plus", whitens)
     assert config.batch.samples_per_prompt == 1
     (note,) = [note for note in found.notes if note.startswith(key)]
-    assert "is 1: a sample that is alone in its group has its reward as advantage" in note and "0 here" in note
+    assert "is 1: with one sample per prompt" in note and "would be 0" in note
     assert f"# {note}" in written(found, "a test")
-    assert not [note for note in found_of(framework, "").notes if "alone" in note]
+    assert not [note for note in found_of(framework, "").notes if "one sample per prompt" in note]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_teachers_of_skyrl_and_slime(tmp_path: Path) -> None:
     asked = "--use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://127.0.0.1:13141/generate"
     asked += " --custom-rm-path slime.rollout.on_policy_distillation.reward_func"
     asked += " --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards"
-    with pytest.raises(ConfigError, match="which weights the server at rm-url has is not told"):
+    with pytest.raises(ConfigError, match="the weights of the server at rm-url are unknown"):
         found_of("slime", asked)
     script = tmp_path / "run.sh"
     command = found_text(asked)
@@ -217,7 +217,7 @@ def test_an_environment_is_found_where_the_program_registers_it(tmp_path: Path) 
     config = config_of(imported("skyrl", [str(script)]), tmp_path)
     assert config.env.function == "own.games.env:Sums" and config.env.options == {"env_config": {"limit": 3}}
     script.write_text(script.read_text().replace("env_class=sums", "env_class=nobodys"))
-    with pytest.raises(ConfigError, match="an environment of one's own"):
+    with pytest.raises(ConfigError, match="set your own environment as env.function"):
         imported("skyrl", [str(script)])
 
 
@@ -241,9 +241,9 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
     assert (config.loss.policy, config.loss.function) == ("own", "own.losses:steep")
     assert config.loss.dual_clip == 4, "which such a loss is given"
     for more, told in {
-        f"{ALG}off_policy_correction.tis_ratio_type=token": "a loss of one's own weighs its tokens itself",
-        f"{ALG}advantage_batch_normalize=true": "advantages of one's own are taken as they are",
-        f"{ALG}zero_variance_filter=true": "others than 0 where it filters",
+        f"{ALG}off_policy_correction.tis_ratio_type=token": "your own loss weights its tokens itself",
+        f"{ALG}advantage_batch_normalize=true": "your own advantages are used unchanged",
+        f"{ALG}zero_variance_filter=true": "differ from 0 for filtered groups",
     }.items():
         with pytest.raises(ConfigError, match=told):
             imported("skyrl", [str(script), more])
@@ -255,12 +255,12 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
 @pytest.mark.parametrize(
     ("framework", "more", "told"),
     [
-        ("skyrl", ROLLOUT_IS + GEOMETRIC + "trainer.policy_mini_batch_size=32", "the same for one mini-batch"),
-        ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "weighs by the same ratio already"),
-        ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "losses of bypass_mode are ppo_clip and reinforce"),
+        ("skyrl", ROLLOUT_IS + GEOMETRIC + "trainer.policy_mini_batch_size=32", "equal for one mini-batch"),
+        ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "already uses the same ratio"),
+        ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "bypass_mode supports the losses ppo_clip and reinforce"),
         ("verl", TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk"), "forward_kl_topk"),
         ("verl", "algorithm.adv_estimator=optimal_token_baseline", "_baseline requires actor_rollout_ref.actor."),
-        ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses"),
+        ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses with separate clips"),
     ],
 )
 def test_what_would_differ_is_refused(framework: str, more: str, told: str) -> None:
@@ -345,8 +345,8 @@ def test_verls_held_out_conversations_are_those_of_the_loss(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("train_dataset_splits=\"['train[10%:]']\"", "a split here is whole"),
-        ("sampler=custom sampler_class_path=my.Sampler", "rows are drawn at random or in their order"),
+        ("train_dataset_splits=\"['train[10%:]']\"", "expected a whole split"),
+        ("sampler=custom sampler_class_path=my.Sampler", "rows are taken at random or in order"),
         ("dummy_run_full_ctx=true", "dummy_run_full_ctx: True"),
         ("of_nobody=1", "of_nobody: 1"),
     ],

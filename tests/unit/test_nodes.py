@@ -374,7 +374,7 @@ def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path, monkeypatch: 
     assert others == [None, None] and by_node is not None
     assert [one.unseen for one in by_node] == [(2,), (2,), (0, 1)]
     told = [*of_storage("shared", by_node, THREE)]
-    assert has_fault(told) and told[2].detail == "node 2 (c) does not see what is written on nodes 0-1 (a, b)"
+    assert has_fault(told) and told[2].detail == "node 2 (c) does not see files written on nodes 0-1 (a, b)"
     assert not [*tmp_path.rglob(".rltrain*")], "nothing is left"
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.cli import quickstart as make_quickstart
 from rltrain.cli.main import main
-from rltrain.cli.tiny_model import Size, qwen3_weights
+from rltrain.cli.quickstart import Size, qwen3_weights
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.foreign import FOREIGN
 from rltrain.config.loader import REMOVED, RENAMED, load_config
@@ -397,10 +397,13 @@ def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expe
             "critic: {critic_only_steps: 5}",
             "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",
         ),
-        ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden", which is now full_gather'),
+        (
+            "weight_sync: {transport: golden}",
+            'weight_sync.transport: got "golden"; the value is now called full_gather',
+        ),
         (
             "timeouts: {report_s: 9}",
-            "timeouts.report_s: unknown key (value 9); the key is gone: waits are reported every 30 s",
+            "timeouts.report_s: unknown key (value 9); the key was removed: waits are reported every 30 s",
         ),
     ],
 )
@@ -421,12 +424,12 @@ def test_what_is_named_as_the_present_name_exists():
 @pytest.mark.parametrize(
     "override, expected",
     [
-        ("rollout.n=4", "rollout.n is here batch.samples_per_prompt"),
-        ("num_generations=8", "num_generations is here batch.samples_per_prompt"),
-        ("trainer.save_freq=5", "trainer.save_freq is here checkpoint.save_interval"),
+        ("rollout.n=4", "for rollout.n use batch.samples_per_prompt"),
+        ("num_generations=8", "for num_generations use batch.samples_per_prompt"),
+        ("trainer.save_freq=5", "for trainer.save_freq use checkpoint.save_interval"),
         (
             "trainer={total_training_steps: 5, logger: console, nnodes: 2}",
-            "trainer.total_training_steps is here steps; trainer.nnodes is here placement, and torchrun's --nnodes",
+            "for trainer.total_training_steps use steps; for trainer.nnodes use placement and torchrun's --nnodes",
         ),
     ],
 )

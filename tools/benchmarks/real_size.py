@@ -41,7 +41,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry  # noqa: E402
-from rltrain.cli.tiny_model import INIT_STD, Size, qwen3_config  # noqa: E402
+from rltrain.cli.quickstart import INIT_STD, Size, qwen3_config  # noqa: E402
 from rltrain.models import canonical_tensors, read_architecture  # noqa: E402
 
 VOCABULARY = 151_936
