@@ -1,6 +1,6 @@
-"""Makes the pages on coming from other trainers from handwritten templates and the tables of the import rules.
+"""Writes the tables of the pages on coming from other trainers, from the import rules.
 
-python -m rltrain.import_config.pages    # writes docs/coming_from/*.md from the templates in the same folder
+python -m rltrain.import_config.pages    # rewrites the tables in docs/coming_from/*.md
 """
 
 import importlib
@@ -14,18 +14,16 @@ from rltrain.config.foreign import PAIRS, Pair
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
 PAGES = ("slime", "verl", "skyrl", "rlinf")
-TEMPLATE = ".template.md"
 
 
 def page(framework: str) -> str:
-    """Returns the text of a page in PAGES."""
-    text = (FOLDER / f"{framework}{TEMPLATE}").read_text(encoding="utf-8")
+    """Returns the text of a page in PAGES, with new tables between its markers."""
+    text = (FOLDER / f"{framework}.md").read_text(encoding="utf-8")
     for name, table in (("one_to_one", one_to_one(framework)), ("left_over", left_over(framework))):
-        text = text.replace(f"<!-- {name} -->", table)
-    return (
-        text
-        + f"\nMade by `python -m rltrain.import_config.pages` from {framework}{TEMPLATE} and the rules of imports.\n"
-    )
+        before, _, rest = text.partition(f"<!-- {name} -->")
+        _, _, after = rest.partition(f"<!-- /{name} -->")
+        text = f"{before}<!-- {name} -->\n\n{table}\n\n<!-- /{name} -->{after}"
+    return text
 
 
 def one_to_one(framework: str) -> str:

@@ -20,7 +20,7 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported, peak_bytes, written
-from rltrain.import_config.pages import FOLDER, PAGES, TEMPLATE, modules_of, page
+from rltrain.import_config.pages import FOLDER, PAGES, modules_of, page
 from rltrain.import_config.shell_script import read_text
 from rltrain.import_config.shell_values import UNKNOWN
 from rltrain.import_config.sources import FRAMEWORKS, framework_of
@@ -503,9 +503,10 @@ def test_a_page_is_what_the_rules_make(framework: str) -> None:
     assert found.count("\n| `") > 30, "its tables have the rules"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_keys_that_a_template_names_here_exist(framework: str) -> None:
-    rows = re.findall(r"^\| (.*?) \| (.*) \|$", (FOLDER / f"{framework}{TEMPLATE}").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "trl"])
+def test_the_keys_that_a_page_names_here_exist(framework: str) -> None:
+    written_by_hand, _, _ = (FOLDER / f"{framework}.md").read_text().partition("<!-- one_to_one -->")
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", written_by_hand, re.MULTILINE)
     named = [key for _, here in rows for key in re.findall(r"`([a-z_]+\.[a-z_0-9.]+)(?=[:`])", here)]
     assert len(named) >= 2
     assert [key for key in named if not key.endswith(".py") and not is_key(key)] == []
