@@ -74,7 +74,7 @@ def test_a_rank_that_dies_between_rounds_ends_the_others(way: str) -> None:
     for rank, results in enumerate(ranks):
         assert results["complete"]["error"] == "", f"rank {rank}"
         if rank != VICTIM:
-            assert "reshard" in results["broken"]["error"] and "Look for what ended" in results["broken"]["error"]
+            assert "reshard" in results["broken"]["error"] and "Look in the log for" in results["broken"]["error"]
             assert results["broken"]["seconds"] < SOON_S, f"rank {rank}"
     for rank in ROLLOUT:
         broken = ranks[rank]["broken"]
