@@ -1,8 +1,8 @@
 // Copies of parts of slices with AVX-512, a cache line of the destination at a time.
 //
-// A line that a row ends in is kept in a register and completed by the next row where rows are adjacent in the
-// destination, so that every line but a part's first and last is stored once and whole: stores that bypass the caches
-// are slow otherwise.
+// If rows are adjacent in the destination, the last line of a row is kept in a register and completed by the next row.
+// So all lines except a part's first and last are stored once and whole. Otherwise stores bypassing the caches are
+// slow.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@
 
 constexpr int64_t kLineBytes = 64;
 
-// Loads and stores of elements of `bytes` under a mask; elements outside of it are not touched in memory.
+// Loads and stores elements of `bytes` under a mask. Elements outside of the mask are not touched in memory.
 template <int bytes>
 struct DeviceStreams;
 
@@ -46,7 +46,7 @@ AVX512_INLINE __mmask16 is_nan(__m512i x) {
   return _mm512_cmpgt_epi32_mask(_mm512_and_epi32(x, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kInfinity));
 }
 
-// 16 elements as the bits of float32.
+// Returns 16 elements as the bits of float32.
 template <int from>
 AVX512_INLINE __m512i widen(const char* p, __mmask16 mask) {
   if constexpr (from == RS_FLOAT32) return _mm512_maskz_loadu_epi32(mask, p);
@@ -56,7 +56,7 @@ AVX512_INLINE __m512i widen(const char* p, __mmask16 mask) {
   return _mm512_mask_mov_epi32(wide, is_nan(wide), _mm512_set1_epi32(RS_NAN_FLOAT32));
 }
 
-// 16 elements of bfloat16 or float16.
+// Returns 16 elements of bfloat16 or float16.
 template <int to>
 AVX512_INLINE __m256i narrow(__m512i x) {
   __m512i result;
@@ -70,7 +70,7 @@ AVX512_INLINE __m256i narrow(__m512i x) {
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(result, is_nan(x), _mm512_set1_epi32(RS_NAN_16)));
 }
 
-// 16 elements of e4m3; the steps are those of float8_of.
+// Returns 16 elements of e4m3. The steps are those of float8_of.
 AVX512_INLINE __m128i narrow_to_float8(__m512i wide, __m512 inverse) {
   const __m512i x = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(wide), inverse));
   const __m512i magnitude = _mm512_and_epi32(x, _mm512_set1_epi32(0x7fffffff));
@@ -95,7 +95,7 @@ AVX512_INLINE __m128i quarter_line(const char* p, uint64_t mask, const float* in
   return narrow_to_float8(wide, _mm512_maskz_loadu_ps(lanes, inverse + 16 * quarter));
 }
 
-// Elements for one line of the destination from the source at p, where the mask has a bit; the others are anything.
+// Returns one line of the destination from the source at p. Elements without a bit in the mask are undefined.
 template <int from, int to>
 AVX512_INLINE __m512i load_line(const char* p, uint64_t mask, const float* inverse) {
   if constexpr (from == to) return DeviceStreams<1>::load(p, mask);
@@ -113,14 +113,14 @@ AVX512_INLINE __m512i load_line(const char* p, uint64_t mask, const float* inver
   }
 }
 
-// Where from == to, columns are bytes and both are RS_FLOAT8_E4M3.
+// If from == to, columns are bytes and both are RS_FLOAT8_E4M3.
 template <int from, int to, bool nontemporal>
 AVX512 void copy_part_avx512(const Part& part) {
   constexpr int64_t kFrom = sizeof(typename Element<from>::Bits), kTo = sizeof(typename Element<to>::Bits);
   constexpr int64_t kLanes = kLineBytes / kTo;
   constexpr uint64_t kAll = ~0ull >> (64 - kLanes);
   const bool adjacent = part.destination_stride == part.cols * kTo;
-  // The line being completed: its address, its elements so far, their places, and the place after the last of them.
+  // The line being completed: its address, its elements so far, a mask of their places, and the next place.
   char* line = nullptr;
   __m512i carried = _mm512_setzero_si512();
   uint64_t known = 0;

@@ -1,6 +1,6 @@
-// CRC-32 of zlib and zip (polynomial 0x04c11db7, bits reflected), by multiplication without carries: sixteen bytes are
-// folded onto those that lie 16 or 64 bytes behind them, and what is left is reduced (Gopal et al., "Fast CRC Computation
-// for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009; the constants are of its section on reflected bits).
+// CRC-32 of zlib and zip (polynomial 0x04c11db7, bits reflected), by multiplication without carries. Sixteen bytes are
+// folded onto the bytes 16 or 64 further on, and the rest is reduced (Gopal et al., "Fast CRC Computation for Generic
+// Polynomials Using PCLMULQDQ Instruction", Intel 2009). The constants are from its section on reflected bits.
 #pragma once
 
 #include <stdint.h>
@@ -10,8 +10,8 @@
 
 namespace crc32 {
 
-// What is shorter than a vector, and all of it on other processors, bit by bit. Takes and returns the register, which
-// is the complement of the checksum.
+// Computes bit by bit. Used for less than a vector, and for everything on other processors. Takes and returns the
+// register, the complement of the checksum.
 inline uint32_t by_bits(uint32_t crc, const uint8_t* data, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     crc ^= data[i];
@@ -35,7 +35,7 @@ PCLMUL inline __m128i folded(__m128i x, __m128i by, __m128i onto) {
 
 PCLMUL inline __m128i at(const uint8_t* data) { return _mm_loadu_si128((const __m128i*)data); }
 
-// 128 bits to the register's 32: two folds, then Barrett's reduction.
+// Reduces 128 bits to the register's 32 by two folds and Barrett's reduction.
 PCLMUL inline uint32_t reduced(__m128i x) {
   const __m128i every_other = _mm_setr_epi32(~0, 0, ~0, 0);
   const __m128i fold_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0), fold_4 = _mm_set_epi64x(0, 0x0163cd6124);
@@ -47,7 +47,7 @@ PCLMUL inline uint32_t reduced(__m128i x) {
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(x, quotient), 1);
 }
 
-// As by_bits.
+// Computes the same as by_bits, by folds.
 PCLMUL inline uint32_t by_folds(uint32_t crc, const uint8_t* data, int64_t n) {
   if (n < 64) return by_bits(crc, data, n);
   const __m128i fold_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
