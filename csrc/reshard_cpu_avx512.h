@@ -17,17 +17,17 @@ constexpr int64_t kLineBytes = 64;
 
 // Loads and stores elements of `bytes` under a mask. Elements outside of the mask are not touched in memory.
 template <int bytes>
-struct DeviceStreams;
+struct Lanes;
 
 template <>
-struct DeviceStreams<1> {
+struct Lanes<1> {
   AVX512_INLINE __m512i load(const void* p, uint64_t mask) { return _mm512_maskz_loadu_epi8(mask, p); }
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi8(p, mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) { return _mm512_mask_mov_epi8(x, mask, y); }
 };
 
 template <>
-struct DeviceStreams<2> {
+struct Lanes<2> {
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi16(p, (__mmask32)mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) {
     return _mm512_mask_mov_epi16(x, (__mmask32)mask, y);
@@ -35,7 +35,7 @@ struct DeviceStreams<2> {
 };
 
 template <>
-struct DeviceStreams<4> {
+struct Lanes<4> {
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi32(p, (__mmask16)mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) {
     return _mm512_mask_mov_epi32(x, (__mmask16)mask, y);
@@ -98,7 +98,7 @@ AVX512_INLINE __m128i quarter_line(const char* p, uint64_t mask, const float* in
 // Returns one line of the destination from the source at p. Elements without a bit in the mask are undefined.
 template <int from, int to>
 AVX512_INLINE __m512i load_line(const char* p, uint64_t mask, const float* inverse) {
-  if constexpr (from == to) return DeviceStreams<1>::load(p, mask);
+  if constexpr (from == to) return Lanes<1>::load(p, mask);
   else if constexpr (to == RS_FLOAT32) return widen<from>(p, (__mmask16)mask);
   else if constexpr (to == RS_FLOAT8_E4M3) {
     __m512i line = _mm512_castsi128_si512(quarter_line<from, to>(p, mask, inverse, 0));
@@ -128,7 +128,7 @@ AVX512 void copy_part_avx512(const Part& part) {
   for (int64_t row = 0; row < part.rows; ++row) {
     const char* s = part.source + row * part.source_stride;
     if (!adjacent || row == 0) {
-      if (known) DeviceStreams<kTo>::store(line, known, carried);
+      if (known) Lanes<kTo>::store(line, known, carried);
       char* d = part.destination + row * part.destination_stride;
       fill = ((uintptr_t)d % kLineBytes) / kTo;
       line = d - fill * kTo;
@@ -139,12 +139,12 @@ AVX512 void copy_part_avx512(const Part& part) {
     if (fill) {
       col = std::min(kLanes - fill, part.cols);
       const uint64_t mask = (~0ull >> (64 - col)) << fill;
-      carried = DeviceStreams<kTo>::blend(carried, mask, load_line<from, to>(s - fill * kFrom, mask, part.inverse - fill));
+      carried = Lanes<kTo>::blend(carried, mask, load_line<from, to>(s - fill * kFrom, mask, part.inverse - fill));
       known |= mask;
       fill += col;
       if (fill < kLanes) continue;
       if (known == kAll && nontemporal) _mm512_stream_si512((__m512i*)line, carried);
-      else DeviceStreams<kTo>::store(line, known, carried);
+      else Lanes<kTo>::store(line, known, carried);
       line += kLineBytes, known = 0, fill = 0;
     }
     for (; col + kLanes <= part.cols; col += kLanes, line += kLineBytes) {
@@ -158,5 +158,5 @@ AVX512 void copy_part_avx512(const Part& part) {
       carried = load_line<from, to>(s + col * kFrom, known, part.inverse + col);
     }
   }
-  if (known) DeviceStreams<kTo>::store(line, known, carried);
+  if (known) Lanes<kTo>::store(line, known, carried);
 }
