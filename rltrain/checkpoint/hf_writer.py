@@ -161,7 +161,7 @@ class ShareWriter:
                     while lacking:
                         while entry.name not in self._waiting:
                             if self.all_came:
-                                raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} did not come")
+                                raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} are missing")
                             yield
                         rows = self._waiting.pop(entry.name)
                         opened.append(entry.name, rows)

@@ -204,7 +204,7 @@ def saved_tensor(saved: memoryview, where: str) -> Tensor:
         raise CheckpointError(f"{where} holds a {kind.name}; expected {one_of(kind.name, STORAGES)}")
     values, dtype = records[f"data/{key}"], STORAGES[kind.name]
     if len(values) != num_elements * dtype.itemsize:
-        raise ValueError(f"{num_elements} elements of {dtype} lie in {len(values)} bytes")
+        raise ValueError(f"{num_elements} elements of {dtype} are in {len(values)} bytes")
     return torch.frombuffer(values, dtype=dtype).as_strided(shape, strides, offset)  # checks the bounds
 
 
@@ -310,5 +310,5 @@ def _checksum_places(behind: bytes) -> Iterator[int]:
         (ENTRY_SIGNATURE, in_directory, CRC_IN_ENTRY),
     ):
         if behind[begin : begin + 4] != signature or any(behind[begin + at : begin + at + 4]):
-            raise RuntimeError(f"torch {torch.__version__} writes another archive around a tensor than is known here")
+            raise RuntimeError(f"torch {torch.__version__} writes tensors in an unknown archive format")
         yield begin + at

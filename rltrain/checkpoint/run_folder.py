@@ -212,7 +212,7 @@ def checkpoint_at(path: Path, option: str = "checkpoint.resume") -> Resumed:
         return candidates[0]
     raise CheckpointError(
         f"{option}: {path} is not a checkpoint of a run: expected {'' if option.startswith('--') else 'auto, none, '}"
-        f"a folder {name_of(10)} with a {MANIFEST_FILE}, or a folder of such"
+        f"a folder {name_of(10)} with a {MANIFEST_FILE}, or a folder with such folders"
     )
 
 

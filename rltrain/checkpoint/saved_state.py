@@ -202,7 +202,7 @@ class SavedState:
             raise CheckpointError(
                 f"the {len(self._files)} files of the training state in {self._folder} hold {held[wrong[0]]} "
                 f"elements of {describe(piece, self.tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
-                f"Files of some ranks are missing or twice there ({self._named_by})"
+                f"Files of some ranks are missing or duplicated ({self._named_by})"
             )
         return _Moves(
             to,

@@ -126,7 +126,7 @@ def _types_of(parameters: Parameters, used: list[tuple[IntArray, TypeArray]]) ->
         mixed = np.flatnonzero(types[number] != kind)
         if len(mixed):
             name = parameters[number[mixed[0]]][0]
-            raise ValueError(f"parameter {name} is to hold elements of several types; expected one per parameter")
+            raise ValueError(f"parameter {name} would hold elements of several types; expected one per parameter")
     return types
 
 

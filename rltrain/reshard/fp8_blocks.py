@@ -257,7 +257,7 @@ def _build_destination(base: Layout, scale_of: IntArray, part: int) -> RankLayou
     numbers, first, count = np.unique(pieces["parameter"], return_index=True, return_counts=True)
     mixed = np.intersect1d(numbers, on.pieces["parameter"][scale_of[on.pieces["tensor"]] < 0])
     if len(mixed):
-        raise ValueError(f"{on.parameters[mixed[0]][0]} holds tensors that are to be quantised and others that are not")
+        raise ValueError(f"{on.parameters[mixed[0]][0]} holds both tensors to be quantised and others")
     touched = touched_blocks(pieces)
     start, _ = entries_of(touched)
     scales = np.zeros(len(pieces), dtype=PIECE)

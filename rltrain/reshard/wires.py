@@ -607,5 +607,5 @@ class SharedWire(Wire):
             ended = has_ended(process)
             if ended or time.monotonic() > deadline:
                 what = f"have {message.num_bytes} bytes of {self.round(number)} {done} by rank {message.peer}"
-                reason = "its process has ended" if ended else f"it has not come in {self._node.timeout_s:g} s"
+                reason = "its process has ended" if ended else f"it did not come within {self._node.timeout_s:g} s"
                 raise self.failed(what, reason)

@@ -190,7 +190,7 @@ def saved(tmp_path: Path) -> Saved:
         (lambda files: files.clear(), "no files of this role's training state"),
         (lambda files: files[1].unlink(), r"rank_00003.safetensors does not exist"),
         (lambda files: files.pop(), r"hold 192 elements of model.embed_tokens.*expected each of 252 once"),
-        (lambda files: files.append(files[0]), "missing or twice"),
+        (lambda files: files.append(files[0]), "missing or duplicated"),
         (lambda files: os.truncate(files[0], files[0].stat().st_size // 2), r"rank_00002.* is damaged or cut short"),
         (lambda files: save_file({"x": torch.zeros(1)}, files[0]), "format None; expected 'rltrain training state 1'"),
     ],
