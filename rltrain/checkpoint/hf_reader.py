@@ -199,7 +199,7 @@ class HfFolder:
             return all(torch.equal(left[i : i + COMPARED_ROWS], right[i : i + COMPARED_ROWS]) for i in starts)
 
     def stored(self, layout: Layout, pieces: Array) -> Array:
-        """Returns the `pieces` present in the checkpoint. A language model's checkpoint lacks a value head."""
+        """Returns the `pieces` present in the checkpoint. A language model's checkpoint has no value head."""
         if VALUE_HEAD in self.file_of or VALUE_HEAD not in layout.tensors.numbers:
             return pieces
         others: Array = pieces[pieces["tensor"] != layout.tensors.numbers[VALUE_HEAD]]

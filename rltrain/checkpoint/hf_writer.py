@@ -39,8 +39,8 @@ from rltrain.runtime.whole_files import make_empty, partial_of, put_in_place
 # One rank's files of a Hugging Face folder, written while their tensors arrive.
 
 WRITTEN_BYTES = 2**25
-"""Bytes of its tensors gathered by a rank at a time. Fewer would let the fixed cost of a reshard count. More would not
-stay in a processor's cache until they are written."""
+"""Bytes of its tensors gathered by a rank at a time. With fewer, the fixed cost of a reshard would count. More would
+not stay in a processor's cache until they are written."""
 NUM_MEMORIES = 2
 """Memories of this size. The next tensors arrive in one while the tensors in the other are written."""
 ALIGNMENT = 64

@@ -1,6 +1,6 @@
 """The checkpoints of one run in the memory of one node, as a folder of a tmpfs.
 
-    <checkpoint.memory.folder>/rltrain_<run id>/owner            the process at the end of the job
+    <checkpoint.memory.folder>/rltrain_<run id>/owner            the job's launcher; it lives as long as the job
                                                /step_0000010/    as on a disk, but with the files of this node's ranks
                                                                  and copies of the files of the previous node's ranks
 
@@ -35,8 +35,8 @@ class Key(NamedTuple):
 
 
 def origins(hosting: Iterable[int], ranks_per_node: int) -> dict[int, list[int]]:
-    """Returns the ranks copied by each rank, by its number. It keeps second copies of their files. They are on the
-    previous node, and the last node comes before the first.
+    """Returns a list of ranks for each rank. It keeps second copies of their files. These ranks are on the previous
+    node, and the last node comes before the first.
 
     `hosting` are the ranks with something to save. With a single node, no rank has copies.
     """
@@ -75,7 +75,7 @@ FEWEST = KEPT + 1
 MOST = KEPT + 2
 """Number of checkpoints at a time, including unfinished ones."""
 OWNER_FILE = "owner"
-"""A file in the run's folder with the process of the job. The job ends with it, after all restarts."""
+"""A file in the run's folder with the job's launcher. Once this process has ended, the job has, after all restarts."""
 PREFIX = "rltrain_"
 
 logger = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ class SavedFile:
         return self.path
 
     def ask_for_tensor(self, name: str) -> None:
-        """Makes a tensor readable. Raises CheckpointError if it cannot be had. So do the methods below."""
+        """Makes a tensor readable. Raises CheckpointError if it cannot be read, as do the methods below."""
 
     def ask_for_rows(self, rows: Sequence[TensorRows]) -> None:
         """Makes rows of several tensors readable."""

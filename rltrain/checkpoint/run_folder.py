@@ -44,9 +44,9 @@ class Resumed:
     """The checkpoint to resume a run from, after `step` training steps.
 
     If `continues`, its responses and its experience of later steps are used and not generated again. `data_from` is the
-    step with the first of the present training rows. `logs` has the bytes to keep of the logs of samples, on the job's
-    leader. It includes the logs of vanished ranks. If `in_memory`, the folder is in the node's memory, and every node
-    has one with some of the files. `elsewhere` makes the other files, by their names in the checkpoint.
+    step to use the first of the present training rows. `logs` has the bytes to keep of the logs of samples, on the
+    job's leader. It includes the logs of vanished ranks. If `in_memory`, the folder is in the node's memory, and every
+    node has one with some of the files. `elsewhere` makes the other files, by their names in the checkpoint.
     """
 
     folder: Path
