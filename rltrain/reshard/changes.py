@@ -333,7 +333,7 @@ class CudaChanges(CudaKernels):
 
 
 def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-    """Returns the places and the values up to the end of each block, shape [blocks] each."""
+    """Returns the numbers of places and of values up to the end of each block, shape [blocks] each."""
     whole, counts = lengths == DELTA_WHOLE, lengths.to(torch.int64)
     places = counts.masked_fill(whole, 0)
     values = torch.where(whole, block_sizes(elements, lengths.device), counts)
@@ -341,7 +341,7 @@ def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
 
 
 def _starts(lengths: Tensor, elements: int) -> list[Tensor]:
-    """Returns the first place and the first value of each block, shape [blocks] each."""
+    """Returns the indices of the first place and of the first value of each block, shape [blocks] each."""
     return [torch.nn.functional.pad(ends, (1, -1)) for ends in _totals(lengths, elements)]
 
 

@@ -73,7 +73,7 @@ class BlockTable:
         found = overlaps(boxes_of(boxes), own)
         whole = np.flatnonzero(elements(found.boxes) == elements(boxes)[found.piece])
         if not np.array_equal(found.piece[whole], np.arange(len(boxes))):
-            raise ValueError("a box that is to be quantised does not lie within one piece of this rank")
+            raise ValueError("a box to be quantised is not within one piece of this rank")
         piece = piece_of[found.fragment[whole]]
         places = np.empty(len(boxes), dtype=PLACE_IN_BLOCKS)
         places["amax_offset"] = self._entries(piece, boxes["row"] // BLOCK, boxes["col"] // BLOCK)

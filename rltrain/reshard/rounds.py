@@ -44,7 +44,8 @@ class Streams:
 
 
 def streams(transfers: Array, types: TypeArray) -> Streams:
-    """Returns the streams of `transfers` [TRANSFER], sorted by peer. `types` [tensors] are the types on the wire."""
+    """Returns the streams of `transfers` [TRANSFER]. These must be sorted by peer. `types` [tensors] are the types on
+    the wire."""
     item = ITEM_BYTES[types[transfers["tensor"]]]
     if len(item) and item.min() != item.max():
         transfers = transfers[np.lexsort((-item, transfers["peer"]))]

@@ -389,7 +389,7 @@ class _Share:
 
 
 def _scales(source: Layout, destination: Layout) -> dict[int, int]:
-    """Returns the number of the scales of every tensor to be quantised, by its number."""
+    """Returns the number of each quantised tensor's scales, by the number of the tensor."""
     float8 = ElementType.FLOAT8_E4M3
     quantised = np.flatnonzero((destination.types == float8) & (source.types != float8)).tolist()
     names = source.tensors.names

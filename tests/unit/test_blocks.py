@@ -281,7 +281,7 @@ def test_boxes_outside_the_pieces_of_a_rank_are_refused() -> None:
     table = BlockTable(layouts(tiny_architecture(), (2, 1, 1), tp=1), 0)
     boxes: Array = table.pieces.copy()
     boxes["rows"] += 1
-    with pytest.raises(ValueError, match="does not lie within one piece"):
+    with pytest.raises(ValueError, match="is not within one piece"):
         table.places(boxes)
 
 
