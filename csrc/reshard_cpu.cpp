@@ -1,7 +1,7 @@
-// The CPU twin of reshard_cuda.cu: slices are cut into tiles of about 512 KB, which threads take from one counter.
+// The CPU twin of reshard_cuda.cu. Slices are cut into tiles of about 512 KB, and threads take tiles from one counter.
 //
-// The code that copies a tile exists once per instruction set; which one runs is decided when the library is loaded.
-// Everything is exact to the bit, so all agree.
+// The code for a tile exists once per instruction set. The choice is made when the library is loaded. Everything is
+// exact to the bit, so all agree.
 #include <new>
 
 #include "reshard_cpu_loops.h"
@@ -17,12 +17,12 @@
 
 namespace {
 
-// Stores that bypass the caches save reading the destination first, but whoever reads it next finds it in memory only.
-// Measured, a copy and one reading of its result together are faster with them from about this size on.
+// Stores bypassing the caches need not read the destination first, but the next reader finds it only in memory. By
+// measurement, a copy and one read of its result together are faster with them from about this size on.
 constexpr int64_t kNontemporalBytes = 4 << 20;
-// Shorter rows are mostly partial cache lines, which cannot bypass the caches well.
+// Shorter rows are mostly partial cache lines. These cannot bypass the caches well.
 constexpr int64_t kNontemporalRowBytes = 512;
-// How far ahead of their use the short rows of a window are fetched.
+// Short rows of a window are fetched this many bytes ahead of their use.
 constexpr int64_t kAheadBytes = 4096;
 constexpr int64_t kMaxTileBlocks = kTileQuantisedCols / RS_BLOCK + 1;
 
@@ -90,7 +90,7 @@ delta::Differing differing() {
   return delta::differing_baseline<item>;
 }
 
-// Walks the parts of a tile's columns that lie in one block each: function(number of the block, first column, columns).
+// Calls function(number of the block, first column, columns) for each block of a tile's columns.
 template <class Function>
 ALWAYS_INLINE void for_each_block(const rs_slice& s, const Tile& t, Function&& function) {
   int64_t first = 0, block = 0;
@@ -101,7 +101,7 @@ ALWAYS_INLINE void for_each_block(const rs_slice& s, const Tile& t, Function&& f
   }
 }
 
-// The amax entry of the block of a tile's first element; those of its other blocks follow.
+// Returns the amax entry of the block of a tile's first element. The entries of its other blocks follow.
 uint32_t* amax_of(const rs_slice& s, const Tile& t, void* const* bases) {
   return (uint32_t*)bases[s.amax_base] + s.amax_offset + (s.row_phase + t.row) / RS_BLOCK * s.amax_stride +
          (s.col_phase + t.col) / RS_BLOCK;
@@ -202,15 +202,15 @@ int rs_cpu_abi_version(void) { return RS_ABI_VERSION; }
 
 int rs_cpu_sizeof_slice(void) { return (int)sizeof(rs_slice); }
 
-// Uses no more than these instructions from now on, 0: any processor, 1: AVX2, 2: AVX-512, and no others than the
-// processor has. Returns which. For tests; not while copies run.
+// Limits the instructions from now on (0: any processor, 1: AVX2, 2: AVX-512) and returns the ones in use. These never
+// exceed the processor's. For tests. Do not call it while copies run.
 int rs_cpu_limit_instructions(int most) {
   const Instructions used = std::min((Instructions)most, supported_instructions());
   routines = routines_with(used);
   return used;
 }
 
-// Copies n slices. 0, or 1 where there was no memory for the list of tiles.
+// Copies n slices. Returns 0, or 1 if there was no memory for the list of tiles.
 int rs_cpu_copy(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
   const Work work(slices, n, false);
   const bool nontemporal = work.bytes() >= kNontemporalBytes;
@@ -220,7 +220,7 @@ int rs_cpu_copy(const rs_slice* slices, int64_t n, void* const* bases, int threa
   return 1;
 }
 
-// Raises the amax entries of those of n slices that quantise. Returns as rs_cpu_copy does.
+// Raises the amax entries of the quantising ones of n slices. Returns as rs_cpu_copy does.
 int rs_cpu_amax(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
   const Work work(slices, n, true);
   work.run(threads, [&](const Tile& tile) { amax_tile(slices[tile.slice], tile, bases); });
@@ -238,7 +238,7 @@ int rs_cpu_checksum(const rs_slice* slices, int64_t n, void* const* bases, int t
   return 1;
 }
 
-// The bound that copies of slices are measured against: one contiguous copy. Returns as rs_cpu_copy does.
+// Makes one contiguous copy, the bound for measurements of copies of slices. Returns as rs_cpu_copy does.
 int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int threads, int nontemporal) try {
   const Work work(bytes);
   work.run(threads, [&](const Tile& t) {
@@ -252,13 +252,13 @@ int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int thre
   return 1;
 }
 
-// How many numbers `counts` of rs_cpu_delta_mark are, for sections of so many bytes.
+// Returns the length of `counts` in rs_cpu_delta_mark for sections of so many bytes.
 int64_t rs_cpu_delta_counts(int64_t bytes) { return 3 * delta::num_tiles(bytes); }
 
-// What of `elements` of `item` bytes differs from what was kept: `lengths` [blocks], `counts`, and the rest in `found`,
-// of elements * (item + 1) bytes. What was kept becomes equal. The n slices pack the section first, which begins at
-// element `begin` of their destination, tile by tile, so that it is compared from the caches; with none it is packed
-// already. Returns as rs_cpu_copy does.
+// Finds the differences between `packed` and `kept`, in `elements` of `item` bytes, and makes `kept` equal. Writes
+// `lengths` [blocks], `counts`, and the rest to `found`, of elements * (item + 1) bytes. The n slices first pack the
+// section, tile by tile, so it is compared from the caches. It begins at element `begin` of their destination. Without
+// slices it must be packed already. Returns as rs_cpu_copy does.
 int rs_cpu_delta_mark(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin, const void* packed,
                       void* kept, int64_t elements, int item, void* found, uint8_t* lengths, int64_t* counts,
                       int threads) try {
@@ -282,16 +282,16 @@ int rs_cpu_delta_mark(const rs_slice* slices, int64_t n, void* const* bases, int
   return 1;
 }
 
-// Writes what was found of what is packed to `places` and `values`.
+// Writes the differences in `found`, and the whole blocks of `packed`, to `places` and `values`.
 void rs_cpu_delta_gather(const void* packed, const void* found, int64_t elements, int item, const uint8_t* lengths,
                          void* places, void* values) {
   delta::gather((const char*)packed, (const char*)found, elements, item, lengths, (char*)places, (char*)values);
 }
 
-// Puts what changed of a section where n slices put its elements. Their sources lie one after another in one base, of
-// which the section begins at element `begin`; they convert nothing but to wider types. `totals` are the numbers of
-// places and values that there are to read. Returns as rs_cpu_copy does, or RS_DELTA_WRONG where these or a place are
-// not what lengths and slices say; the destination is then partly written.
+// Writes the changes of a section to the destinations of n slices. Their sources follow each other in one base, and the
+// section begins at its element `begin`. They only convert to wider types. `totals` are the numbers of places and
+// values to be read. Returns as rs_cpu_copy does, or RS_DELTA_WRONG if these or a place do not fit the lengths and
+// slices. The destination is then partly written.
 int rs_cpu_delta_apply(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin, int64_t elements, int item,
                        const uint8_t* lengths, const uint8_t* places, const void* values, const int64_t* totals,
                        int threads) try {
@@ -303,10 +303,10 @@ int rs_cpu_delta_apply(const rs_slice* slices, int64_t n, void* const* bases, in
   return 1;
 }
 
-// See signal_word.
+// Calls signal_word.
 void rs_cpu_signal(uint32_t* word, uint32_t value) { signal_word(word, value); }
 
-// 0 once the word has come to the value, 1 where it has not within so many nanoseconds. See await_word.
+// Returns 0 once the word has reached the value, or 1 after so many nanoseconds. See await_word.
 int rs_cpu_await(uint32_t* word, uint32_t value, int64_t nanoseconds) {
   return await_word(word, value, nanoseconds) ? 0 : 1;
 }

@@ -1,8 +1,8 @@
 // Copies of parts of slices with AVX-512, a cache line of the destination at a time.
 //
-// A line that a row ends in is kept in a register and completed by the next row where rows are adjacent in the
-// destination, so that every line but a part's first and last is stored once and whole: stores that bypass the caches
-// are slow otherwise.
+// If rows are adjacent in the destination, the last line of a row is kept in a register and completed by the next row.
+// So all lines except a part's first and last are stored once and whole. Otherwise stores bypassing the caches are
+// slow.
 #pragma once
 
 #include <immintrin.h>
@@ -15,19 +15,19 @@
 
 constexpr int64_t kLineBytes = 64;
 
-// Loads and stores of elements of `bytes` under a mask; elements outside of it are not touched in memory.
+// Loads and stores elements of `bytes` under a mask. Elements outside of the mask are not touched in memory.
 template <int bytes>
-struct DeviceStreams;
+struct Lanes;
 
 template <>
-struct DeviceStreams<1> {
+struct Lanes<1> {
   AVX512_INLINE __m512i load(const void* p, uint64_t mask) { return _mm512_maskz_loadu_epi8(mask, p); }
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi8(p, mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) { return _mm512_mask_mov_epi8(x, mask, y); }
 };
 
 template <>
-struct DeviceStreams<2> {
+struct Lanes<2> {
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi16(p, (__mmask32)mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) {
     return _mm512_mask_mov_epi16(x, (__mmask32)mask, y);
@@ -35,7 +35,7 @@ struct DeviceStreams<2> {
 };
 
 template <>
-struct DeviceStreams<4> {
+struct Lanes<4> {
   AVX512_INLINE void store(void* p, uint64_t mask, __m512i x) { _mm512_mask_storeu_epi32(p, (__mmask16)mask, x); }
   AVX512_INLINE __m512i blend(__m512i x, uint64_t mask, __m512i y) {
     return _mm512_mask_mov_epi32(x, (__mmask16)mask, y);
@@ -46,7 +46,7 @@ AVX512_INLINE __mmask16 is_nan(__m512i x) {
   return _mm512_cmpgt_epi32_mask(_mm512_and_epi32(x, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32(kInfinity));
 }
 
-// 16 elements as the bits of float32.
+// Returns 16 elements as the bits of float32.
 template <int from>
 AVX512_INLINE __m512i widen(const char* p, __mmask16 mask) {
   if constexpr (from == RS_FLOAT32) return _mm512_maskz_loadu_epi32(mask, p);
@@ -56,7 +56,7 @@ AVX512_INLINE __m512i widen(const char* p, __mmask16 mask) {
   return _mm512_mask_mov_epi32(wide, is_nan(wide), _mm512_set1_epi32(RS_NAN_FLOAT32));
 }
 
-// 16 elements of bfloat16 or float16.
+// Returns 16 elements of bfloat16 or float16.
 template <int to>
 AVX512_INLINE __m256i narrow(__m512i x) {
   __m512i result;
@@ -70,7 +70,7 @@ AVX512_INLINE __m256i narrow(__m512i x) {
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(result, is_nan(x), _mm512_set1_epi32(RS_NAN_16)));
 }
 
-// 16 elements of e4m3; the steps are those of float8_of.
+// Returns 16 elements of e4m3. The steps are those of float8_of.
 AVX512_INLINE __m128i narrow_to_float8(__m512i wide, __m512 inverse) {
   const __m512i x = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(wide), inverse));
   const __m512i magnitude = _mm512_and_epi32(x, _mm512_set1_epi32(0x7fffffff));
@@ -95,10 +95,10 @@ AVX512_INLINE __m128i quarter_line(const char* p, uint64_t mask, const float* in
   return narrow_to_float8(wide, _mm512_maskz_loadu_ps(lanes, inverse + 16 * quarter));
 }
 
-// Elements for one line of the destination from the source at p, where the mask has a bit; the others are anything.
+// Returns one line of the destination from the source at p. Elements without a bit in the mask are undefined.
 template <int from, int to>
 AVX512_INLINE __m512i load_line(const char* p, uint64_t mask, const float* inverse) {
-  if constexpr (from == to) return DeviceStreams<1>::load(p, mask);
+  if constexpr (from == to) return Lanes<1>::load(p, mask);
   else if constexpr (to == RS_FLOAT32) return widen<from>(p, (__mmask16)mask);
   else if constexpr (to == RS_FLOAT8_E4M3) {
     __m512i line = _mm512_castsi128_si512(quarter_line<from, to>(p, mask, inverse, 0));
@@ -113,14 +113,14 @@ AVX512_INLINE __m512i load_line(const char* p, uint64_t mask, const float* inver
   }
 }
 
-// Where from == to, columns are bytes and both are RS_FLOAT8_E4M3.
+// If from == to, columns are bytes and both are RS_FLOAT8_E4M3.
 template <int from, int to, bool nontemporal>
 AVX512 void copy_part_avx512(const Part& part) {
   constexpr int64_t kFrom = sizeof(typename Element<from>::Bits), kTo = sizeof(typename Element<to>::Bits);
   constexpr int64_t kLanes = kLineBytes / kTo;
   constexpr uint64_t kAll = ~0ull >> (64 - kLanes);
   const bool adjacent = part.destination_stride == part.cols * kTo;
-  // The line being completed: its address, its elements so far, their places, and the place after the last of them.
+  // The line being completed: its address, its elements so far, a mask of their places, and the next place.
   char* line = nullptr;
   __m512i carried = _mm512_setzero_si512();
   uint64_t known = 0;
@@ -128,7 +128,7 @@ AVX512 void copy_part_avx512(const Part& part) {
   for (int64_t row = 0; row < part.rows; ++row) {
     const char* s = part.source + row * part.source_stride;
     if (!adjacent || row == 0) {
-      if (known) DeviceStreams<kTo>::store(line, known, carried);
+      if (known) Lanes<kTo>::store(line, known, carried);
       char* d = part.destination + row * part.destination_stride;
       fill = ((uintptr_t)d % kLineBytes) / kTo;
       line = d - fill * kTo;
@@ -139,12 +139,12 @@ AVX512 void copy_part_avx512(const Part& part) {
     if (fill) {
       col = std::min(kLanes - fill, part.cols);
       const uint64_t mask = (~0ull >> (64 - col)) << fill;
-      carried = DeviceStreams<kTo>::blend(carried, mask, load_line<from, to>(s - fill * kFrom, mask, part.inverse - fill));
+      carried = Lanes<kTo>::blend(carried, mask, load_line<from, to>(s - fill * kFrom, mask, part.inverse - fill));
       known |= mask;
       fill += col;
       if (fill < kLanes) continue;
       if (known == kAll && nontemporal) _mm512_stream_si512((__m512i*)line, carried);
-      else DeviceStreams<kTo>::store(line, known, carried);
+      else Lanes<kTo>::store(line, known, carried);
       line += kLineBytes, known = 0, fill = 0;
     }
     for (; col + kLanes <= part.cols; col += kLanes, line += kLineBytes) {
@@ -158,5 +158,5 @@ AVX512 void copy_part_avx512(const Part& part) {
       carried = load_line<from, to>(s + col * kFrom, known, part.inverse + col);
     }
   }
-  if (known) DeviceStreams<kTo>::store(line, known, carried);
+  if (known) Lanes<kTo>::store(line, known, carried);
 }

@@ -1,4 +1,4 @@
-// Changes of packed bytes against those that were sent last (reshard_delta.h says how they are encoded), on the CPU.
+// Changes of packed bytes since they were last sent, on the CPU. reshard_delta.h describes the encoding.
 #pragma once
 
 #include <string.h>
@@ -28,7 +28,7 @@ struct BitsOf<4> {
   using Type = uint32_t;
 };
 
-// A bit for each of n <= 64 elements of `item` bytes that differ.
+// Returns a mask of the differing elements among n <= 64 elements of `item` bytes.
 template <int item>
 ALWAYS_INLINE uint64_t differing_loop(const char* a, const char* b, int64_t n) {
   uint64_t mask = 0;
@@ -83,7 +83,7 @@ AVX512 uint64_t differing_avx512(const char* a, const char* b) {
 }
 #endif
 
-// A bit for each of 64 elements that differ.
+// Returns a mask of the differing elements among 64.
 using Differing = uint64_t (*)(const char* a, const char* b);
 
 constexpr int64_t kWords = RS_DELTA_BLOCK / 64;
@@ -92,7 +92,7 @@ inline int64_t size_of_block(int64_t elements, int64_t block) {
   return std::min<int64_t>(RS_DELTA_BLOCK, elements - block * RS_DELTA_BLOCK);
 }
 
-// The places and values that blocks before each tile's first have. `tile_blocks` are those of a tile.
+// The numbers of places and values before each tile's first block. A tile has `tile_blocks` blocks.
 struct Starts {
   std::vector<std::pair<int64_t, int64_t>> of_tile;
   int64_t places = 0, values = 0;
@@ -107,10 +107,10 @@ struct Starts {
   }
 };
 
-// How many tiles sections of so many bytes have.
+// Returns the number of tiles of a section of so many bytes.
 inline int64_t num_tiles(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
 
-// What of a slice is rows [row, row + rows) and columns [col, col + cols).
+// Returns rows [row, row + rows) and columns [col, col + cols) of a slice.
 inline rs_slice part_of_slice(rs_slice s, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   s.src_offset += row * s.src_stride + col, s.dst_offset += row * s.dst_stride + col;
   s.rows = rows, s.cols = cols;
@@ -122,7 +122,7 @@ inline rs_slice part_of_slice(rs_slice s, int64_t row, int64_t rows, int64_t col
   return s;
 }
 
-// What packs elements [first, last) of a base: of slices whose elements lie there one behind another, in order.
+// Returns the parts of slices for elements [first, last) of their base. The slices' elements follow each other there.
 inline std::vector<rs_slice> slices_of(const rs_slice* slices, int64_t n, int64_t first, int64_t last) {
   std::vector<rs_slice> found;
   const rs_slice* s = std::upper_bound(
@@ -141,9 +141,9 @@ inline std::vector<rs_slice> slices_of(const rs_slice* slices, int64_t n, int64_
   return found;
 }
 
-// Block by block, while it is in the nearest caches: what differs in blocks that are not whole goes to `found`, as large
-// as the elements and their places: of each tile from where its elements begin. `counts` [tiles * 3] are the places, the
-// values and the changes of each. `pack` packs elements [first, last) of the section right before they are compared.
+// Marks differences block by block, from the nearest caches. Differences in blocks not sent whole go to `found`. It has
+// room for all elements and their places, and each tile's differences begin at its elements. `counts` [tiles * 3] are
+// the places, values and changes of each tile. `pack` packs elements [first, last) right before they are compared.
 template <int item, class Pack>
 void mark(Pack&& pack, const char* packed, char* kept, int64_t elements, char* found, uint8_t* lengths,
           int64_t* counts, Differing differing, int threads) {
@@ -185,7 +185,7 @@ void mark(Pack&& pack, const char* packed, char* kept, int64_t elements, char* f
   });
 }
 
-// The places and values that were found and the whole blocks of what is packed, in order.
+// Writes the found places and values, and the whole blocks of `packed`, in order.
 inline void gather(const char* packed, const char* found, int64_t elements, int64_t item, const uint8_t* lengths,
                    char* places, char* values) {
   const char* found_places = found + elements * item;
@@ -194,7 +194,7 @@ inline void gather(const char* packed, const char* found, int64_t elements, int6
     const char *p = found_places + tile * kTileBytes / item, *v = found + tile * kTileBytes;
     const int64_t end = std::min(blocks, (tile + 1) * tile_blocks);
     for (int64_t block = tile * tile_blocks; block < end;) {
-      int64_t count = 0;  // of neighbours that are not whole, whose finds lie one behind another
+      int64_t count = 0;  // of neighbours not sent whole; their differences follow each other
       for (; block < end && lengths[block] != RS_DELTA_WHOLE; ++block) count += lengths[block];
       memcpy(places, p, count), memcpy(values, v, count * item);
       places += count, values += count * item, p += count, v += count * item;
@@ -208,7 +208,7 @@ inline void gather(const char* packed, const char* found, int64_t elements, int6
   }
 }
 
-// One element to where a slice puts it. Nothing else arrives than what it is, or a narrower type of it.
+// Writes one element to its destination. It has the destination's type or a narrower one.
 template <int item>
 ALWAYS_INLINE void put(char* d, const char* s, bool widens, bool bfloat16) {
   if constexpr (item == 2) {
@@ -223,13 +223,13 @@ ALWAYS_INLINE void put(char* d, const char* s, bool widens, bool bfloat16) {
   memcpy(d, s, item);
 }
 
-// Where elements of a section go, asked for in ascending order.
+// Finds the destinations of a section's elements, in ascending order.
 class Way {
  public:
   Way(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin)
       : slice_(slices), end_(slices + n), bases_(bases), begin_(begin) {}
 
-  // Puts `count` neighbours from `element` on. False where no slice has them.
+  // Writes `count` neighbours from `element` on. Returns false if no slice has them.
   template <int item>
   bool put_run(int64_t element, int64_t count, const char* s) {
     while (count > 0) {
@@ -249,7 +249,7 @@ class Way {
 
  private:
   bool find(int64_t element) {
-    // The last slice that begins at the element or before it.
+    // The last slice beginning at the element or before it.
     if (slice_ >= end_) return false;
     const int64_t offset = begin_ + element;
     if (offset < slice_->src_offset) return false;

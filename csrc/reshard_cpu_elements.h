@@ -1,4 +1,4 @@
-// Conversions of single elements, exact to the bit (reshard.h says to which), as loops that compilers vectorise.
+// Conversions of single elements, exact to the bit as in reshard.h, in loops for compilers to vectorise.
 #pragma once
 
 #include <stdint.h>
@@ -34,7 +34,7 @@ ALWAYS_INLINE uint16_t bfloat16_of(uint32_t x) {
 ALWAYS_INLINE uint16_t float16_of(uint32_t x) {
   const uint32_t a = x & 0x7fffffffu, sign = (x >> 16) & 0x8000u;
   const uint32_t normal = (a + 0xc8000fffu + ((a >> 13) & 1u)) >> 13;
-  // The last bit of the sum is worth the smallest subnormal, so that the addition rounds.
+  // The last bit of the sum is worth the smallest subnormal, so the addition rounds.
   const uint32_t subnormal = bits_of(float_of(a) + 0.5f) - bits_of(0.5f);
   uint32_t result = a < 0x38800000u ? subnormal : normal;
   result = a >= 0x477ff000u ? 0x7c00u : result;
@@ -84,7 +84,7 @@ struct Element<RS_FLOAT8_E4M3> {
   using Bits = uint8_t;
 };
 
-// `inverse`: one factor per element where `to` is RS_FLOAT8_E4M3, else not read.
+// `inverse` has one factor per element if `to` is RS_FLOAT8_E4M3. Otherwise it is not read.
 template <int from, int to>
 ALWAYS_INLINE void convert_loop(void* destination, const void* source, int64_t n, const float* __restrict inverse) {
   auto* __restrict d = (typename Element<to>::Bits*)destination;
@@ -98,7 +98,7 @@ ALWAYS_INLINE void convert_loop(void* destination, const void* source, int64_t n
   }
 }
 
-// The largest magnitude among n elements, as the element's own bits.
+// Returns the largest magnitude among n elements, as bits of the element's type.
 template <int type>
 ALWAYS_INLINE uint32_t amax_loop(const void* source, int64_t n) {
   using Bits = typename Element<type>::Bits;
@@ -109,7 +109,7 @@ ALWAYS_INLINE uint32_t amax_loop(const void* source, int64_t n) {
   return result;
 }
 
-// See KeyedSum. With `alike` every NaN has the same bits.
+// Computes a KeyedSum. With `alike` every NaN has the same bits.
 template <int type, bool alike>
 ALWAYS_INLINE uint64_t keyed_sum_loop(const void* source, int64_t n, const uint32_t* __restrict keys) {
   using Bits = typename Element<type>::Bits;

@@ -1,13 +1,13 @@
-// Copies of parts of slices by loops that the compiler vectorises: for any processor, and once more for AVX2.
+// Copies of parts of slices by loops for the compiler to vectorise, once for any processor and once for AVX2.
 #pragma once
 
 #include "reshard_cpu_elements.h"
 #include "reshard_cpu_part.h"
 
-// Converted at a time in the first-level cache before stores that bypass the caches.
+// Bytes converted at a time in the first-level cache, before they are stored past the caches.
 constexpr int64_t kStageBytes = 2048;
 
-// Bytes from s to d, bypassing the caches but for the partial lines at both ends of d.
+// Copies n bytes from s to d, bypassing the caches except for the partial lines at both ends of d.
 using Stream = void (*)(char* d, const char* s, int64_t n);
 
 template <int from, int to>
@@ -50,7 +50,7 @@ ALWAYS_INLINE void copy_part_loop(const Part& part, Stream stream) {
     return keyed_sum_loop<type, alike>(source, n, keys);                              \
   }
 
-// Copies of the same type are of bytes, which RS_FLOAT8_E4M3 stands for.
+// Copies of the same type are copies of bytes, with RS_FLOAT8_E4M3 as the type of a byte.
 #define TABLE_OF(name, nontemporal)                                                                          \
   {{copy_part_##name<3, 3, nontemporal>, copy_part_##name<0, 1, nontemporal>, copy_part_##name<0, 2, nontemporal>, \
     copy_part_##name<0, 3, nontemporal>},                                                                    \

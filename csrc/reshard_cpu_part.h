@@ -1,17 +1,17 @@
-// What the code of every instruction set offers to reshard_cpu.cpp.
+// The interface of the code for each instruction set, used by reshard_cpu.cpp.
 #pragma once
 
 #include <stdint.h>
 
-// Part of a slice.
+// A part of a slice.
 struct Part {
   char* destination;
   const char* source;
   int64_t destination_stride, source_stride;  // bytes
-  int64_t rows, cols;                         // elements; bytes where source and destination have the same type
-  const float* inverse;                       // [cols], where elements are quantised
-  const char* ahead;                          // fetched into the caches row by row meanwhile; null where nothing is
-  int64_t ahead_stride, ahead_bytes;          // of a row of it
+  int64_t rows, cols;                         // elements, or bytes if source and destination have the same type
+  const float* inverse;                       // [cols], if elements are quantised
+  const char* ahead;                          // fetched into the caches row by row meanwhile, or null
+  int64_t ahead_stride, ahead_bytes;          // per row
 };
 
 inline __attribute__((always_inline)) void fetch_ahead(const Part& part, int64_t row) {
@@ -21,13 +21,13 @@ inline __attribute__((always_inline)) void fetch_ahead(const Part& part, int64_t
 }
 
 using CopyPart = void (*)(const Part&);
-using Amax = uint32_t (*)(const void* source, int64_t n);  // the bits of the largest magnitude among n elements
+using Amax = uint32_t (*)(const void* source, int64_t n);  // returns the bits of the largest magnitude among n elements
 
-// The sum of keys[i] * (bits of element i ^ RS_PRESENT) over n elements.
+// Returns the sum of keys[i] * (bits of element i ^ RS_PRESENT) over n elements.
 using KeyedSum = uint64_t (*)(const void* source, int64_t n, const uint32_t* keys);
 
 struct Routines {
-  CopyPart copy[2][4][4];    // [bypassing the caches][from][to]; null for pairs that are not supported
+  CopyPart copy[2][4][4];    // [bypassing the caches][from][to]; null for unsupported pairs
   Amax amax[3];              // [type]
-  KeyedSum keyed_sum[2][4];  // [NaNs alike][type]
+  KeyedSum keyed_sum[2][4];  // [all NaNs alike][type]
 };

@@ -1,4 +1,4 @@
-// Counters in memory that processes share, and waiting for them: spins for a moment, then sleeps.
+// Counters in memory shared by processes. Waiting for a counter spins for a moment, then sleeps.
 #pragma once
 
 #include <stdint.h>
@@ -11,15 +11,15 @@
 #include <unistd.h>
 #endif
 
-// About as long as it takes to be put to sleep and woken up.
+// About the time of falling asleep and waking up.
 constexpr auto kSpin = std::chrono::microseconds(50);
 
 inline int64_t nanoseconds_left(std::chrono::steady_clock::time_point deadline) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now()).count();
 }
 
-// Sets *word and wakes who waits for it. What was written before, stores that bypass the caches apart, is visible to
-// those that see the value.
+// Sets *word and wakes its waiters. If they see the value, they also see everything written before, except for stores
+// bypassing the caches.
 inline void signal_word(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
@@ -27,7 +27,7 @@ inline void signal_word(uint32_t* word, uint32_t value) {
 #endif
 }
 
-// Returns true once *word has come to value or beyond it, where words count around; false after `nanoseconds`.
+// Waits until *word has reached or passed value. Words wrap around. Returns false after `nanoseconds`.
 inline bool await_word(uint32_t* word, uint32_t value, int64_t nanoseconds) {
   const auto begin = std::chrono::steady_clock::now();
   const auto deadline = begin + std::chrono::nanoseconds(nanoseconds);

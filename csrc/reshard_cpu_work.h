@@ -1,4 +1,4 @@
-// How a call's slices are shared out to threads: tiles, in chunks of about kTileBytes.
+// Distributes a call's slices to threads, as tiles in chunks of about kTileBytes.
 #pragma once
 
 #include <stdint.h>
@@ -14,8 +14,8 @@
 
 constexpr int64_t kTileBytes = 512 << 10;
 constexpr int64_t kTileQuantisedCols = 4096;
-constexpr int64_t kTileOverheadBytes = 256;  // what a tile costs beside its bytes
-constexpr int64_t kMinThreadChunks = 4;      // copied in about the time that it takes to start a thread
+constexpr int64_t kTileOverheadBytes = 256;  // the cost of a tile in addition to its bytes
+constexpr int64_t kMinThreadChunks = 4;      // copied in about the time of starting a thread
 constexpr int64_t kBandBytes = 64 << 10;
 constexpr int64_t kMinBandRows = 8;
 
@@ -23,15 +23,15 @@ inline int64_t item_bytes(uint8_t type) { return type == RS_FLOAT32 ? 4 : type =
 
 inline bool quantises(const rs_slice& s) { return s.dst_type == RS_FLOAT8_E4M3 && s.src_type != RS_FLOAT8_E4M3; }
 
-// Part of slice number `slice`; rows and columns count from the slice's first. While it is copied, as many elements of
-// the source as it has are fetched from `ahead` on, which counts from the base; -1: none.
+// A part of slice number `slice`. Rows and columns count from the slice's first. While it is copied, as many elements
+// of the source are fetched from element `ahead` of the base on. -1 means none.
 struct Tile {
   int64_t slice, row, col, rows, cols, ahead = -1;
 };
 
 class Work {
  public:
-  // Tiles of slices[0:n]; of those that quantise only, where `amax`.
+  // Makes tiles of slices[0:n]. With `amax`, only of the quantising ones.
   Work(const rs_slice* slices, int64_t n, bool amax) : slices_(slices) {
     std::vector<int64_t> windows;
     for (int64_t i = 0; i < n; ++i) {
@@ -46,14 +46,14 @@ class Work {
     add_windows(windows);
   }
 
-  // Tiles of one contiguous run of bytes.
+  // Makes tiles of one contiguous run of bytes.
   explicit Work(int64_t bytes) : slices_(nullptr), bytes_(bytes) {
     for (int64_t at = 0; at < bytes; at += kTileBytes) add({0, 0, at, 1, std::min(kTileBytes, bytes - at)}, kTileBytes);
   }
 
   int64_t bytes() const { return bytes_; }  // stored
 
-  // Calls run_tile(tile) for every tile, from up to `threads` threads of which the caller is one.
+  // Calls run_tile(tile) for every tile, from up to `threads` threads including the caller.
   template <class Function>
   void run(int threads, Function&& run_tile) const {
     const int64_t num_chunks = (int64_t)chunks_.size();
@@ -64,7 +64,7 @@ class Work {
         for (int64_t tile = chunks_[i]; tile < end; ++tile) run_tile(tiles_[tile]);
       }
 #if defined(__x86_64__)
-      __builtin_ia32_sfence();  // stores that bypass the caches become visible before the call returns
+      __builtin_ia32_sfence();  // makes stores bypassing the caches visible before the call returns
 #endif
     };
     std::vector<std::thread> others;
@@ -72,14 +72,14 @@ class Work {
       const int64_t wanted = std::min<int64_t>(threads, num_chunks / kMinThreadChunks);
       while ((int64_t)others.size() + 1 < wanted) others.emplace_back(worker);
     } catch (const std::system_error&) {
-      // The system gives no more threads: those that run do all the work.
+      // The system gives no more threads, so the running ones do all the work.
     }
     worker();
     for (std::thread& other : others) other.join();
   }
 
  private:
-  // Where a slice lies on the side on which its rows are apart: (source?, base, type, stride, rows, offset).
+  // The place of a slice on the side with gaps between its rows: (source?, base, type, stride, rows, offset).
   using Place = std::tuple<bool, int32_t, uint8_t, int64_t, int64_t, int64_t>;
 
   Place place(int64_t i) const {
@@ -88,9 +88,9 @@ class Work {
     return {false, s.dst_base, s.dst_type, s.dst_stride, s.rows, s.dst_offset};
   }
 
-  // Windows of the same matrix go band by band of a few rows, because neighbouring windows share cache lines and what
-  // processors fetch by themselves. Where windows cover the matrix, the next band is fetched meanwhile, in one run:
-  // processors do not foresee jumps from row to row.
+  // Windows of the same matrix are copied in bands of a few rows, because neighbouring windows share cache lines and
+  // the processor's own prefetches. If windows cover the matrix, the next band is fetched meanwhile, in one run,
+  // because processors do not predict jumps from row to row.
   void add_windows(std::vector<int64_t>& windows) {
     std::sort(windows.begin(), windows.end(), [&](int64_t a, int64_t b) { return place(a) < place(b); });
     for (size_t first = 0, last; first < windows.size(); first = last) {
@@ -104,15 +104,15 @@ class Work {
       const bool covers = is_source && 4 * covered >= 3 * stride;
       for (int64_t row = 0; row < rows; row += band)
         for (size_t i = first; i < last; ++i) {
-          const int64_t before = slices_[windows[i]].src_offset - offset;  // of a row, which earlier windows fetch
+          const int64_t before = slices_[windows[i]].src_offset - offset;  // fetched by earlier windows
           const int64_t ahead = covers && row + band < rows ? offset + (row + band) * stride + before * band : -1;
           add_rows(windows[i], row, std::min(rows, row + band), ahead);
         }
     }
   }
 
-  // Tiles of rows [row, end) of slice i; `ahead` is that of the first. Those of a slice that quantises do not cross the
-  // edge between rows of blocks.
+  // Adds tiles of rows [row, end) of slice i. `ahead` is for the first of them. Tiles of a quantising slice do not
+  // cross the edge between rows of blocks.
   void add_rows(int64_t i, int64_t row, int64_t end, int64_t ahead) {
     const rs_slice& s = slices_[i];
     const bool blocks = quantises(s);
@@ -141,7 +141,7 @@ class Work {
 
   const rs_slice* slices_;
   std::vector<Tile> tiles_;
-  std::vector<int64_t> chunks_;  // the first tile of each
-  int64_t chunk_bytes_ = 0;      // of the last chunk, 0 where it is full
+  std::vector<int64_t> chunks_;  // the first tile of each chunk
+  int64_t chunk_bytes_ = 0;      // of the last chunk, 0 if it is full
   int64_t bytes_ = 0;
 };

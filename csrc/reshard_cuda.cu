@@ -1,12 +1,12 @@
-// CUDA kernels of reshard.h: one launch carries out a range of a table's slices.
+// CUDA kernels of reshard.h. One launch processes a range of a table's slices.
 //
 // The host cuts slices into tiles of at most 16 KiB (reshard/copy_table.py), once per table. Warps of a persistent
-// grid take tiles independently of each other, without barriers or shared memory: while one waits for a descriptor or
-// its loads, the others of its multiprocessor have theirs under way. 16 warps of 32 lanes with 8 vectors of 16 bytes
-// each are 64 KiB per multiprocessor, which is more than the latency of the memory times its bandwidth.
+// grid take tiles independently of each other, without barriers or shared memory. While one warp waits for a descriptor
+// or its loads, the others of its multiprocessor have theirs under way. 16 warps of 32 lanes with 8 vectors of 16 bytes
+// each are 64 KiB per multiprocessor. This is more than the latency of the memory times its bandwidth.
 //
-// NOTES: a launch must not write what it reads (descriptors, base pointers, sources; a copy also amax entries), since
-// its tiles have no order. Launches on one stream are ordered.
+// NOTES: a launch must not write its own inputs (descriptors, base pointers, sources; a copy also amax entries),
+// because its tiles have no order. Launches on one stream are ordered.
 #include <cuda_runtime.h>
 
 #include "reshard_cuda_delta.h"
@@ -58,7 +58,7 @@ int rs_cuda_abi_version(void) { return RS_ABI_VERSION; }
 int rs_cuda_sizeof_slice(void) { return sizeof(rs_slice); }
 int rs_cuda_sizeof_tile(void) { return sizeof(rs_tile); }
 
-// Devices that can be used; 0 where there is no driver.
+// Returns the number of usable devices, 0 without a driver.
 int rs_cuda_device_count(void) {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
@@ -66,7 +66,7 @@ int rs_cuda_device_count(void) {
 
 const char* rs_cuda_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// Blocks that fill a device, or minus an error of the runtime.
+// Returns the number of blocks to fill a device, or minus an error of the runtime.
 int rs_cuda_num_blocks(int device) {
   int multiprocessors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -74,7 +74,7 @@ int rs_cuda_num_blocks(int device) {
 }
 
 // Copies the slices of tiles[first:last], or raises their amax entries, on `stream` and with at most `num_blocks`
-// blocks. Tiles, slices and base pointers are in the memory of `device`, which becomes the thread's current device.
+// blocks. Tiles, slices and base pointers are in the memory of `device`. It becomes the thread's current device.
 // Returns an error of the runtime, 0 for none.
 int rs_cuda_copy(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last, int num_blocks,
                  int device, void* stream) {
@@ -86,7 +86,7 @@ int rs_cuda_amax(const void* tiles, const void* slices, const void* bases, int64
   return launch<rs::Amax>(tiles, slices, bases, first, last, num_blocks, device, stream);
 }
 
-// Adds the checksums of the slices of tiles[first:last] to their sums; all else as rs_cuda_copy.
+// Adds the checksums of the slices of tiles[first:last] to their sums. Otherwise like rs_cuda_copy.
 int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last,
                      int num_blocks, int device, void* stream) {
   return launch<rs::Checksum>(tiles, slices, bases, first, last, num_blocks, device, stream);

@@ -1,6 +1,6 @@
-// The CUDA twin of reshard_cpu_delta.h: what one thread does with the blocks of a section, as a function of its place in
-// the grid. A warp takes a block; its lanes have neighbouring elements. What lanes would tell each other stands in
-// memory, so that the same code runs on the host, thread after thread (tests/unit/cuda_emulation.cpp).
+// The CUDA twin of reshard_cpu_delta.h. It has the work of one thread on the blocks of a section, given its place in
+// the grid. A warp takes a block, and its lanes have neighbouring elements. Lanes communicate through memory, so the
+// same code also runs on the host, thread after thread (tests/unit/cuda_emulation.cpp).
 #pragma once
 
 #include "reshard_cuda_tiles.h"
@@ -35,7 +35,7 @@ RS_DEVICE int lowest_bit(uint32_t mask) {
 #endif
 }
 
-// Writes a bit for each element that differs to `marks` [blocks * 32], and adds up how many to `counts` [blocks].
+// Writes a bit for each differing element to `marks` [blocks * 32], and adds their number to `counts` [blocks].
 struct DeltaMark {
   const void *packed, *kept;
   int64_t elements;
@@ -59,7 +59,8 @@ struct DeltaMark {
   }
 };
 
-// Writes what was marked to `places` and `values`, in which each block's begin at its starts, and to `kept`.
+// Writes the marked elements to `places`, `values` and `kept`. In `places` and `values`, each block begins at its
+// starts.
 struct DeltaWrite {
   const void* packed;
   void* kept;
@@ -100,7 +101,7 @@ struct DeltaWrite {
   }
 };
 
-// As rs_cpu_delta_apply; *wrong becomes 1 where a place or an element has none to go to.
+// Does the work of rs_cpu_delta_apply. *wrong becomes 1 if a place or an element has no destination.
 struct DeltaApply {
   const rs_slice* slices;
   int64_t num_slices;
@@ -113,7 +114,7 @@ struct DeltaApply {
   int32_t* wrong;
 
   RS_DEVICE void put(int64_t offset, int64_t value) const {
-    int64_t low = 0, high = num_slices;  // the last slice that begins at the offset or before it is low - 1
+    int64_t low = 0, high = num_slices;  // the last slice beginning at the offset or before it is low - 1
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (slices[middle].src_offset <= offset) low = middle + 1;
@@ -160,7 +161,7 @@ struct DeltaApply {
   }
 };
 
-// All blocks of a section, dealt to warps in turn.
+// Processes all blocks of a section. Warps take blocks in turn.
 template <typename Work>
 RS_DEVICE void for_blocks(const Work& work, int64_t elements, int block, int num_blocks, int thread) {
   const int64_t step = static_cast<int64_t>(num_blocks) * (kThreads / kWarp);

@@ -1,9 +1,9 @@
-// What reshard_cuda.cu and the emulation of its threads export of changes, inside extern "C": whoever includes this has
-// launch_blocks, which gives the threads of `num_blocks` blocks their share of the work.
+// Exported functions for changes, inside extern "C", shared by reshard_cuda.cu and the emulation of its threads. Both
+// must define launch_blocks, to give the threads of `num_blocks` blocks their share of the work.
 #pragma once
 
-// What changed of a section (reshard_cuda_delta.h): all pointers are to memory of `device`, the counts of
-// rs_cuda_delta_mark and *wrong of rs_cuda_delta_apply are zeros before. All else as rs_cuda_copy.
+// Process the changes of a section (reshard_cuda_delta.h). All pointers are to memory of `device`. The counts of
+// rs_cuda_delta_mark and *wrong of rs_cuda_delta_apply must be zero before. Otherwise like rs_cuda_copy.
 int rs_cuda_delta_mark(const void* packed, const void* kept, int64_t elements, int item, void* marks, void* counts,
                        int num_blocks, int device, void* stream) {
   const rs::DeltaMark work = {packed,   kept, elements, item, static_cast<uint8_t*>(marks), static_cast<int32_t*>(counts)};

@@ -1,7 +1,7 @@
-// Elements of the CUDA kernels: their bits, and what becomes of them in a conversion.
+// Elements of the CUDA kernels: their bits and their conversions.
 //
-// Integer arithmetic, and float operations that are exact or rounded once: the same bits on every processor. This is
-// plain C++ as well (reshard_cuda_tiles.h says why).
+// All arithmetic is on integers, or on floats with exact or once rounded results. So every processor gives the same
+// bits. This is also plain C++, for the reason in reshard_cuda_tiles.h.
 #pragma once
 
 #include <string.h>
@@ -45,10 +45,10 @@ RS_DEVICE float divide(float a, float b) {
 #endif
 }
 
-constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits of a float32 but the sign
+constexpr uint32_t kMagnitude = 0x7fffffff;  // all bits of a float32 except the sign
 constexpr uint32_t kInfinity = 0x7f800000;
 
-// Elements are held as their bits; a type of its own for each, since two formats have 16 bits.
+// Elements are held as their bits. Each has a separate type, because two formats have 16 bits.
 struct Float32 {
   uint32_t bits;
 };
@@ -62,7 +62,7 @@ struct Float8 {
   uint8_t bits;
 };
 
-// Bits of the float32 of the same value.
+// Returns the bits of the float32 with the same value.
 RS_DEVICE uint32_t widened(Float32 x) { return x.bits; }
 
 RS_DEVICE uint32_t widened(Bfloat16 x) { return static_cast<uint32_t>(x.bits) << 16; }
@@ -71,17 +71,18 @@ RS_DEVICE uint32_t widened(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fff, sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   if (magnitude > 0x7c00) return RS_NAN_FLOAT32;
   if (magnitude == 0x7c00) return sign | kInfinity;
-  // Read as a float32, the shifted bits are 2^112 too small, subnormals too.
+  // Read as a float32, the shifted bits are too small by a factor of 2^112. So are subnormals.
   return sign | bits_of(multiply(float_of(magnitude << 13), 0x1p112f));
 }
 
-// A float32 magnitude without its lowest `kDropped` bits, rounded to nearest even. The carry may reach the exponent.
+// Returns a float32 magnitude without its lowest `kDropped` bits, rounded to nearest even. The carry may reach the
+// exponent.
 template <int kDropped>
 RS_DEVICE uint32_t rounded(uint32_t magnitude) {
   return (magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1)) >> kDropped;
 }
 
-// magnitude / unit, rounded to nearest even by the addition: from unit * 2^23 on, floats are `unit` apart.
+// Returns magnitude / unit, rounded to nearest even by the addition. From unit * 2^23 on, floats are `unit` apart.
 RS_DEVICE uint32_t rounded_to_unit(uint32_t magnitude, float unit) {
   const float large = unit * 0x1p23f;
   return bits_of(float_of(magnitude) + large) - bits_of(large);

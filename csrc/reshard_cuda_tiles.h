@@ -1,13 +1,13 @@
-// What one thread of the CUDA kernels does with the tiles of a table, as a function of its place in the grid.
+// The work of one thread of the CUDA kernels on the tiles of a table, given its place in the grid.
 //
-// A warp takes whole tiles, and its lanes share a tile's elements without talking to each other. So the same code also
-// runs on the host, thread after thread, in tests that have no GPU (tests/unit/cuda_emulation.cpp).
+// A warp takes whole tiles, and its lanes share a tile's elements without communication. So the same code also runs on
+// the host, thread after thread, in tests without a GPU (tests/unit/cuda_emulation.cpp).
 #pragma once
 
 #include "reshard_cuda_vectors.h"
 
-// A rectangle of a slice, work for one warp. Made on the host (reshard/copy_table.py); one of a slice that quantises
-// lies within one block. Which vectors its addresses allow is seen only at launch, since bases move.
+// A rectangle of a slice, as work for one warp. Tiles are made on the host (reshard/copy_table.py). A tile of a
+// quantising slice is within one block. The width of its vectors is chosen only at launch, because bases move.
 struct alignas(16) rs_tile {
   int64_t row, col;    // its first element in the slice
   int32_t rows, cols;  // > 0; rows * cols is below 2^31
@@ -19,7 +19,7 @@ namespace rs {
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
-constexpr int kChecksumUnroll = 4;  // of kUnroll: what is done with an element takes registers too
+constexpr int kChecksumUnroll = 4;  // less than kUnroll, because the sum needs registers too
 
 // A tile's memory. Strides are in bytes.
 struct Window {
@@ -48,17 +48,17 @@ RS_DEVICE int64_t amax_index(const rs_tile& tile, const rs_slice& slice) {
   return slice.amax_offset + block_row * slice.amax_stride + block_col;
 }
 
-// Whether every row begins at a multiple of `bytes`, a power of two.
+// Returns whether every row begins at a multiple of `bytes`, a power of two.
 RS_DEVICE bool aligned(const void* first, int64_t stride, int rows, int bytes) {
   const uint64_t places = reinterpret_cast<uintptr_t>(first) | (rows > 1 ? static_cast<uint64_t>(stride) : 0);
   return (places & (bytes - 1)) == 0;
 }
 
-// A lane's way through one side of a tile of `cols` vectors a row: every kWarp-th vector, row after row, without a
-// division on the way.
+// A lane's way through one side of a tile with `cols` vectors per row. It takes every kWarp-th vector, row after row,
+// without a division on the way.
 struct Walk {
   const uint8_t* place;
-  int64_t step, wrap;  // bytes to the lane's next vector, and those to add where that is past the end of its row
+  int64_t step, wrap;  // bytes to the lane's next vector, and bytes to add if it is past the end of its row
   int cols, col, step_cols;
 
   RS_DEVICE Walk(const uint8_t* first, int64_t stride, int cols, int vector_bytes, int lane)
@@ -78,7 +78,7 @@ struct Walk {
   }
 };
 
-// The lane's share of a tile: several vectors under way at a time, neighbouring lanes on neighbouring vectors.
+// Moves the lane's share of a tile, several vectors at a time. Neighbouring lanes have neighbouring vectors.
 template <typename Source, typename Destination, typename Convert>
 RS_DEVICE void move(const Window& window, int cols, int lane, const Convert& convert) {
   constexpr int kUnroll = Convert::kUnroll;
@@ -107,7 +107,7 @@ RS_DEVICE void move(const Window& window, int cols, int lane, const Convert& con
   }
 }
 
-// As bytes, in the widest units that addresses, strides and length are multiples of.
+// Copies bytes, in the widest units dividing addresses, strides and length.
 RS_DEVICE void copy_same(const Window& window, int element_bytes, int lane) {
   const int bytes = window.cols * element_bytes;
   const auto fits = [&](int unit) {
@@ -126,7 +126,7 @@ RS_DEVICE void copy_same(const Window& window, int element_bytes, int lane) {
   }
 }
 
-// In vectors of which the wider side has 16 bytes where that is possible, else element by element.
+// Copies in vectors with 16 bytes on the wider side if possible, else element by element.
 template <typename Source, typename Destination, typename Convert>
 RS_DEVICE void copy_converted(const Window& window, int lane, const Convert& convert) {
   constexpr int kWidth = kVectorBytes / (sizeof(Source) > sizeof(Destination) ? sizeof(Source) : sizeof(Destination));
@@ -208,7 +208,7 @@ RS_DEVICE uint32_t lane_amax(const Window& window, int lane) {
   return fits ? lane_amax<Element, kWidth>(window, lane) : lane_amax<Element, 1>(window, lane);
 }
 
-// All lanes of a warp together.
+// Called by all lanes of a warp together.
 RS_DEVICE void raise_entry(uint32_t* entry, uint32_t bits, [[maybe_unused]] int lane) {
 #ifdef __CUDACC__
   bits = __reduce_max_sync(0xffffffffu, bits);
@@ -232,14 +232,14 @@ RS_DEVICE void amax_tile(const rs_tile& tile, const rs_slice& slice, void* const
 
 // ---- Checksums ----
 
-// As they count in a checksum; with `alike` every NaN has the same.
+// Returns an element's bits for a checksum. With `alike` every NaN has the same bits.
 template <typename Element>
 RS_DEVICE uint32_t counted_bits(Element x, uint32_t largest, bool alike) {
   constexpr uint32_t kUnsigned = (1u << (8 * sizeof(Element) - 1)) - 1;
   return alike && (x.bits & kUnsigned) > largest ? largest + 1 : x.bits;
 }
 
-// The lane's share of a tile's sum; its first element is number `place` of its tensor, which is `width` wide.
+// Returns the lane's share of a tile's sum. The tile's first element is number `place` of a tensor of `width` columns.
 template <typename Element, int kWidth>
 RS_DEVICE uint64_t lane_checksum(const Window& window, uint64_t place, int64_t width, uint32_t largest, bool alike,
                                  int lane) {
@@ -295,7 +295,7 @@ RS_DEVICE uint64_t lane_checksum(const rs_tile& tile, const rs_slice& slice, voi
               : lane_checksum<Element, 1>(window, place, width, largest, alike, lane);
 }
 
-// All lanes of a warp together.
+// Called by all lanes of a warp together.
 RS_DEVICE void add_to_sum(uint64_t* sum, uint64_t share, [[maybe_unused]] int lane) {
 #ifdef __CUDACC__
   for (int distance = kWarp / 2; distance > 0; distance /= 2) share += __shfl_down_sync(0xffffffffu, share, distance);
@@ -342,8 +342,8 @@ struct Checksum {
   }
 };
 
-// Tiles first <= number < last, dealt to warps in turn: neighbouring tiles to different blocks, so that a few tiles
-// occupy many multiprocessors.
+// Processes the tiles first <= number < last. Warps take tiles in turn. Neighbouring tiles belong to different blocks,
+// so a few tiles occupy many multiprocessors.
 template <typename Work>
 RS_DEVICE void for_tiles(const Table& table, int64_t first, int64_t last, int block, int num_blocks, int thread,
                          const Work& work) {

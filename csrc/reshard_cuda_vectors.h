@@ -1,4 +1,4 @@
-// Vectors of elements of the CUDA kernels: how they are loaded and stored, and what becomes of them on the way.
+// Vectors of elements of the CUDA kernels, with their loads, stores and conversions.
 #pragma once
 
 #include "reshard_cuda_elements.h"
@@ -6,25 +6,25 @@
 namespace rs {
 
 constexpr int kVectorBytes = 16;
-constexpr int kUnroll = 8;  // vectors that a lane loads before it stores the first
+constexpr int kUnroll = 8;  // vectors loaded by a lane before it stores the first
 
 template <typename Element, int kWidth>
 struct alignas(kWidth * sizeof(Element)) Vector {
   Element items[kWidth];
 };
 
-// A vector as it was loaded: registers of 32 bits, whatever it holds, until its conversion takes it apart.
-// NOTES: arrays of them are cleared before loads that not every lane makes. Values that are undefined on one path would
-// occupy registers through the whole kernel.
+// A loaded vector, in registers of 32 bits until its conversion takes it apart.
+// NOTES: arrays of them are cleared before loads, because not every lane makes all loads. Values undefined on one path
+// would occupy registers through the whole kernel.
 template <int kBytes>
 struct Words {
   uint32_t words[(kBytes + 3) / 4];
 };
 
-// Not kept in L1: each element is read once.
-// NOTES: an unrolled loop must issue all its loads before its first store, which waits for a load. `volatile` holds the
-// compiler to that. The assembler would still move stores between loads of the read-only path (ld.global.nc), but not
-// between ordinary loads, which stores might alias.
+// Not kept in L1, because each element is read once.
+// NOTES: an unrolled loop must issue all its loads before its first store, because the store waits for a load.
+// `volatile` makes the compiler keep this order. The assembler would still move stores between loads of the read-only
+// path (ld.global.nc). It does not move them between ordinary loads, because stores might alias these.
 template <int kBytes>
 RS_DEVICE void load_words(const uint8_t* address, Words<kBytes>& w) {
 #ifdef __CUDACC__
@@ -63,7 +63,7 @@ template <> struct Word<2> { typedef unsigned short Type; };
 template <> struct Word<1> { typedef unsigned char Type; };
 #endif
 
-// Evicted first: what is written is read by another engine or much later.
+// Evicted first, because written data is read by another engine or much later.
 template <typename V>
 RS_DEVICE void store(uint8_t* address, const V& vector) {
 #ifdef __CUDACC__
@@ -76,7 +76,7 @@ RS_DEVICE void store(uint8_t* address, const V& vector) {
 #endif
 }
 
-// ---- What becomes of a vector ----
+// ---- Conversions of a vector ----
 
 struct Same {
   static constexpr int kUnroll = rs::kUnroll;
@@ -107,7 +107,7 @@ struct Quantise {
 #else
   static constexpr int kUnroll = rs::kUnroll / 2;  // the conversion takes the registers of the other half
 #endif
-  float inverse;  // of the scale; NaN makes every element a NaN
+  float inverse;  // of the scale; a NaN makes every element a NaN
 
   template <typename Source, int kWidth>
   RS_DEVICE void operator()(const Vector<Source, kWidth>& source, Vector<Float8, kWidth>& destination) const {
@@ -115,7 +115,7 @@ struct Quantise {
 #pragma unroll
     for (int i = 0; i < kWidth; i += 2) {
       const float even = scaled(source.items[i]), odd = i + 1 < kWidth ? scaled(source.items[(i + 1) % kWidth]) : 0.0f;
-      uint16_t pair;  // as narrow, two at a time
+      uint16_t pair;  // like narrow, two at a time
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(odd), "f"(even));
       destination.items[i].bits = static_cast<uint8_t>(pair);
       if (i + 1 < kWidth) destination.items[(i + 1) % kWidth].bits = static_cast<uint8_t>(pair >> 8);

@@ -1,17 +1,17 @@
-// What changed of packed bytes since they were sent last: how it is encoded. Shared by the CPU and the CUDA library.
+// The encoding of changes in packed bytes since they were last sent. Shared by the CPU and the CUDA library.
 //
-// A section is a run of elements of 1, 2 or 4 bytes, compared as bits. It is cut into blocks of RS_DELTA_BLOCK elements,
-// the last of which may be shorter. Three arrays tell what changed:
-//   lengths [blocks]  how many elements of each changed, or RS_DELTA_WHOLE where the block is sent as it is;
-//   places            of the changed elements within their blocks, in order; whole blocks have none;
-//   values            of the changed elements, and of all elements of whole blocks, in order.
-// A block is sent whole where that takes no more bytes, so no section takes more than its bytes and its lengths.
+// A section is a run of elements of 1, 2 or 4 bytes, compared as bits. It is cut into blocks of RS_DELTA_BLOCK
+// elements. The last block may be shorter. Three arrays encode the changes:
+//   lengths [blocks]  number of changed elements in each block, or RS_DELTA_WHOLE if the block is sent whole
+//   places            positions of the changed elements within their blocks, in order; whole blocks have none
+//   values            of the changed elements, and of all elements of whole blocks, in order
+// A block is sent whole if this takes no more bytes. So no section takes more than its bytes and its lengths.
 #pragma once
 
 #include "reshard.h"
 
 enum { RS_DELTA_BLOCK = 256, RS_DELTA_WHOLE = 255 };
-enum { RS_DELTA_WRONG = 2 };  // what arrived does not fit what it is to be applied to
+enum { RS_DELTA_WRONG = 2 };  // the received changes do not fit their destination
 
 RS_INLINE int64_t rs_delta_blocks(int64_t elements) { return (elements + RS_DELTA_BLOCK - 1) / RS_DELTA_BLOCK; }
 

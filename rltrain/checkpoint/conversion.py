@@ -66,14 +66,15 @@ from rltrain.reshard.layout import BOX_FIELDS, hf_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.whole_files import partial_of, put_in_place
 
-# Which writer of a Megatron checkpoint writes what: as a model's ranks would hold it, each element once.
+# The share of each writer of a Megatron checkpoint. Writers hold shares as a model's ranks do, but each element once.
 
 
 def chunks_of_writer(tensors: GlobalTensors, writers: Grid, rank: int) -> Iterator[TensorChunk]:
-    """The chunks that `rank` of `writers` writes, in the order of the model.
+    """Yields the chunks written by `rank` of `writers`, in the order of the model.
 
-    Pipeline stages take consecutive layers, expert-parallel ranks consecutive experts, replicas turns. Numbers that do
-    not divide give shares that differ by one. ValueError where the grid cannot hold its expert parallelism.
+    Pipeline stages take consecutive layers, expert-parallel ranks take consecutive experts, and replicas take turns. If
+    numbers do not divide evenly, shares differ by one. Raises ValueError if the grid cannot hold its expert
+    parallelism.
     """
     at = writers.coordinates(rank)
     expert_at = writers.expert_coordinates(rank)
@@ -96,8 +97,8 @@ def _stage(matrix: GlobalMatrix, num_layers: int, num_stages: int) -> int:
 
 
 def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) -> Iterator[TensorChunk]:
-    """Share `index` of `size` of a matrix, cut as tensor parallelism cuts its row of the table; whole where it does
-    not."""
+    """Yields share `index` of `size` of a matrix, cut as tensor parallelism cuts its row of the table. A replicated
+    matrix is not cut and belongs to share 0."""
     axis = len(matrix.shape) - 1 if matrix.row.split == "columns" else 0
     if matrix.row.split == "replicated":
         if index == 0:
@@ -114,17 +115,17 @@ def _cut(tensors: GlobalTensors, matrix: GlobalMatrix, index: int, size: int) ->
         yield tensors.chunk(matrix, offsets, shape)
 
 
-# Writing a Megatron checkpoint: every process streams the chunks of its writers, then one says where they lie.
+# Writing a Megatron checkpoint. Every process streams the chunks of its writers. One process then writes the metadata.
 
 ReadBox = Callable[[Box], Tensor]
-"""The [rows, cols] of a canonical tensor."""
+"""Reads a box of a canonical tensor as [rows, cols]."""
 
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
 CHECKPOINT_VERSION = 3.0
 
 BLOCK_BYTES = 8 * 2**20
-"""Of a chunk's rows, read at a time."""
+"""Bytes of a chunk's rows read at a time."""
 
 
 def write_checkpoint(
@@ -139,11 +140,12 @@ def write_checkpoint(
     padded_vocab_size: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the chunks that the ranks `mine` of `writers` hold, block by block, below the root `folder`.
+    """Writes the chunks of the ranks `mine` of `writers` below the root `folder`, block by block.
 
-    `iteration` None is a release. Values are cast to `dtype`, but for those that are always fp32. Any number of writers
-    will do: shares that cannot be equal differ by a row. `progress` is told the bytes of every chunk. Once all
-    processes have come this far, one calls finish_checkpoint. OSError where files cannot be written.
+    If `iteration` is None, the checkpoint is a release. Values are cast to `dtype`, except for tensors always in fp32.
+    Any number of writers works, because shares may differ by a row. `progress` is called with the bytes of every chunk.
+    After all processes have returned, one of them must call finish_checkpoint. Raises OSError if files cannot be
+    written.
     """
     tensors = GlobalTensors(architecture, padded_vocab_size=padded_vocab_size)
     target = folder / iteration_name(iteration)
@@ -163,7 +165,7 @@ def write_checkpoint(
 
 
 class _Values:
-    """The values of `chunk`, zero where it has padding."""
+    """The values of `chunk`, with zeros for its padding."""
 
     def __init__(self, tensors: GlobalTensors, chunk: TensorChunk, read: ReadBox, dtype: torch.dtype) -> None:
         self._chunk, self._read, self.dtype = chunk, read, dtype
@@ -171,7 +173,7 @@ class _Values:
         self._width = chunk.shape[-1]
 
     def write_into(self, file: DurableFile) -> None:
-        """As torch.save does, but by blocks of whole rows."""
+        """Writes the values in the format of torch.save, by blocks of whole rows."""
         around = around_elements(self._chunk.shape, self.dtype)
         file.write(around.before)
         file.crc32 = 0
@@ -180,7 +182,7 @@ class _Values:
         file.write(around.closing(file.crc32))
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
-        """(first, stop): all rows, in blocks of about BLOCK_BYTES in which no box begins or ends."""
+        """Yields (first, stop) for all rows, in blocks of about BLOCK_BYTES. No box begins or ends inside a block."""
         step = max(1, BLOCK_BYTES // (self._width * self.dtype.itemsize))
         num_rows = prod(self._chunk.shape) // self._width
         begins = self._boxes["key_row"]
@@ -190,7 +192,7 @@ class _Values:
                 yield first, min(first + step, high)
 
     def _rows(self, first: int, stop: int) -> Tensor:
-        """[stop - first, width]"""
+        """Returns the values of some rows, shape [stop - first, width]."""
         here = (self._boxes["key_row"] <= first) & (first < self._boxes["key_row"] + self._boxes["rows"])
         parts = [(int(box["key_col"]), self._part(box, first, stop)) for box in self._boxes[here]]
         if len(parts) == 1 and parts[0][1].shape[1] == self._width:
@@ -213,10 +215,11 @@ def finish_checkpoint(
     arguments: Mapping[str, Any],
     padded_vocab_size: int | None = None,
 ) -> None:
-    """Write what makes a checkpoint of all writers' files: where each chunk lies, the arguments, the tracker file.
+    """Completes a checkpoint from the files of all writers. Writes the places of all chunks, the arguments and the
+    tracker file.
 
-    `arguments` are Megatron-LM's, as from megatron_arguments; the others are as in write_checkpoint. CheckpointError
-    where the writers left out something or wrote it twice.
+    `arguments` are Megatron-LM's, as from megatron_arguments. The others are as in write_checkpoint. Raises
+    CheckpointError if the writers left out elements or wrote some twice.
     """
     tensors = GlobalTensors(architecture, padded_vocab_size=padded_vocab_size)
     target = folder / iteration_name(iteration)
@@ -238,7 +241,7 @@ def finish_checkpoint(
 
 
 def _merged(tensors: GlobalTensors, parts: list[list[Any]]) -> dict[str, StoredTensor]:
-    """All writers' chunks, by key."""
+    """Returns the chunks of all writers, by key."""
     chunks: dict[str, list[Stored]] = {key: [] for key in tensors.shapes}
     types: dict[str, str] = {}
     for key, dtype, offsets, shape, *place in chain.from_iterable(parts):
@@ -249,40 +252,41 @@ def _merged(tensors: GlobalTensors, parts: list[list[Any]]) -> dict[str, StoredT
         num_elements = sum(prod(chunk.shape) for chunk in held)
         if num_elements != prod(shape) or len({chunk.offsets for chunk in held}) < len(held):
             raise CheckpointError(
-                f"{num_elements} elements of {key} were written, expected each of its {prod(shape)} once: a process "
-                "is missing, or another one writes into the same folder; start again with a folder of its own"
+                f"{num_elements} elements of {key} were written, expected each of its {prod(shape)} once. A process "
+                "is missing, or another one writes into the same folder. Start again with another folder"
             )
     return {key: StoredTensor(shape, types[key], tuple(chunks[key])) for key, shape in tensors.shapes.items()}
 
 
 def _write_empty_object(target: Path) -> Stored:
-    """What all modules of Transformer Engine find in the place of their extra state: nothing."""
+    """Writes the empty extra state shared by all modules of Transformer Engine. Returns its place."""
     with (target / OBJECTS_FILE).open("wb") as file:
         torch.save([None], file)
         length = file.tell()
     return Stored((), (), OBJECTS_FILE, 0, length)
 
 
-# Every element of the source is read exactly once: here they are counted.
+# A count of the elements read. Every element of the source must be read exactly once.
 
 
 class CountedSource:
-    """Reads a source and counts by tensor the elements that were read. What is written, the writers count themselves:
-    they refuse what is not due, and files that lack something."""
+    """A source with a count of the elements read of each tensor. Writers check their output themselves: they refuse
+    unexpected elements and incomplete files."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.num_read = np.zeros(len(source.tensors.names), dtype=np.int64)
 
     def read(self, box: Box) -> Tensor:
-        """[rows, cols] of one tensor, in the source's type."""
+        """Returns a box [rows, cols] of one tensor, in the source's type."""
         self.num_read[box.tensor] += box.rows * box.cols
         values = self.source.read(box)
         populate(values.data_ptr(), (values.stride(0) * (values.shape[0] - 1) + values.shape[1]) * values.itemsize)
         return values
 
     def refuse_other_than_once(self, processes: Processes) -> None:
-        """CheckpointError that lists tensors of which not every element was read once, by any process.
+        """Raises CheckpointError unless all processes together have read every element once. The message lists the
+        wrong tensors.
 
         Collective over: all processes.
         """
@@ -295,34 +299,35 @@ class CountedSource:
         if wrong:
             raise CheckpointError(
                 f"{self.source.path}: {len(wrong)} tensors were not taken exactly once: {listed(wrong, 8)}. Nothing "
-                "was written; this is a mistake of the converter, which its authors want to know"
+                "was written. This is a bug of the converter, so please report it"
             )
 
 
 def row_blocks(source: CheckpointSource, tensor: int) -> Iterator[Box]:
-    """A tensor in boxes of whole rows, about BLOCK_BYTES large. A vector is one row."""
+    """Yields boxes of whole rows of a tensor, each of about BLOCK_BYTES. A vector is one row."""
     rows, cols = (int(size) for size in source.tensors.matrix_shapes[tensor])
     step = max(1, BLOCK_BYTES // (cols * source.dtypes[tensor].itemsize))
     for first in range(0, rows, step):
         yield Box(tensor, first, 0, min(step, rows - first), cols)
 
 
-# The folder that a conversion makes: beside its place until it is complete.
+# The output folder of a conversion. It has another name until it is complete.
 
 
 @contextmanager
 def output_folder(path: Path, processes: Processes) -> Iterator[Path]:
-    """The hidden folder `.NAME.partial` beside `path`, which takes its place when the block has ended everywhere.
+    """Yields the hidden folder `.NAME.partial` beside `path`. It is renamed to `path` when the block has ended in all
+    processes.
 
-    After an error nothing is left of it; after a process was killed it may be, and the next conversion empties it.
-    CheckpointError where `path` exists, another conversion fills it now, or the disk takes no more.
+    After an error it is deleted. After a killed process it may remain, and the next conversion empties it. Raises
+    CheckpointError if `path` exists, if another conversion is filling the folder, or if it cannot be written.
     Collective over: all processes.
     """
     if path.exists():
         raise CheckpointError(
-            f"{path} exists; expected a folder that is still to be made: move it away or name another (option --output)"
+            f"{path} exists; expected a new folder. Move it away or name another one (option --output)"
         )
-    processes.meet()  # nobody makes the folder before all have looked
+    processes.meet()  # no process may make the folder before all have looked
     partial = partial_of(path)
     with _told_where(path), _locked(partial) if processes.first else nullcontext():
         processes.meet()
@@ -340,7 +345,7 @@ def output_folder(path: Path, processes: Processes) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """`folder`, new and empty, to this process alone: what is left of an interrupted conversion is deleted."""
+    """Locks `folder` for this process and empties it. It may have leftovers of an interrupted conversion."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -367,13 +372,13 @@ def _told_where(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be written: {problem} (option --output)") from None
 
 
-# How far a conversion is, in bytes, over all its processes.
+# The progress of a conversion in bytes, over all its processes.
 
 
 class ConversionProgress:
-    """A bar on the terminal of the first process; nothing elsewhere. Every process tells what it has done.
+    """A progress bar on the terminal of the first process. Every process reports its bytes to it.
 
-    `console` is where the bar appears if it is a terminal, by default standard error.
+    The bar appears on `console` if this is a terminal. The default is standard error.
     """
 
     def __init__(self, processes: Processes, what: str, total_bytes: int, *, console: Console | None = None) -> None:
@@ -386,7 +391,7 @@ class ConversionProgress:
         self.task = self.bar.add_task(what, total=total_bytes)
 
     def advance(self, num_bytes: int) -> None:
-        """`num_bytes` more are done by this process."""
+        """Adds `num_bytes` done by this process."""
         self.done += num_bytes
         over_all = self.processes.add("bytes done", num_bytes)
         self.bar.update(self.task, completed=self.done if self.processes.count == 1 else over_all)
@@ -411,10 +416,12 @@ def convert_to_hf(
     dtype: str | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write `source` into the new folder `output`, with the config and tokenizer of `source.settings`.
+    """Writes `source` as a Hugging Face checkpoint into the new folder `output`, with the config and tokenizer of
+    `source.settings`.
 
-    `dtype` None keeps the source's. No file is larger than `max_file_bytes` unless one tensor is. CheckpointError where
-    the source or the output cannot be used. Collective over: all processes, of which each writes about as many bytes.
+    `dtype` None keeps the source's type. A file is larger than `max_file_bytes` only if one tensor is. Raises
+    CheckpointError if the source or the output cannot be used. Collective over: all processes. Each writes about as
+    many bytes.
     """
     dtype = target_type(source, dtype)
     layout = hf_layout(source.architecture, tuple(range(processes.count)), dtype=dtype)
@@ -464,12 +471,13 @@ def convert_to_megatron(
     dtype: str | None = None,
     iteration: int | None = None,
 ) -> None:
-    """Write `source` into the new folder `output`, which Megatron-LM and slime load at any layout.
+    """Writes `source` as a Megatron checkpoint into the new folder `output`. Megatron-LM and slime load it at any
+    layout.
 
-    Its files are those that ranks of `writers` would write. `dtype` None keeps the source's; `iteration` None makes it
-    a release: weights to start from. Config, tokenizer and layers that predict further tokens go into the folder `hf`
-    in it. CheckpointError where the source or the output cannot be used. Collective over: all processes, which share
-    out the writers.
+    Each rank of `writers` has its file. `dtype` None keeps the source's type. `iteration` None makes it a release of
+    weights to start from. Its folder `hf` gets the config, the tokenizer and the layers predicting further tokens.
+    Raises CheckpointError if the source or the output cannot be used. Collective over: all processes. They share the
+    writers.
     """
     dtype = target_type(source, dtype)
     counted = CountedSource(source)
@@ -504,9 +512,10 @@ def convert_to_megatron(
 
 
 def writers_grid(architecture: Architecture, processes: int, *, tp: int | None, pp: int | None, ep: int | None) -> Grid:
-    """The writers that were asked for; where nothing was, one per process. They need not divide the model evenly.
+    """Returns the grid of the requested writers, or one writer per process if none are requested. They need not divide
+    the model evenly.
 
-    CheckpointError for expert-parallel writers of a model that has fewer experts.
+    Raises CheckpointError if there are more expert-parallel writers than experts.
     """
     if (tp, pp, ep) == (None, None, None):
         tp = processes
@@ -519,19 +528,20 @@ def writers_grid(architecture: Architecture, processes: int, *, tp: int | None, 
     return Grid(tuple(range(tp * pp * ep)), tp=tp, pp=pp, ep=ep)
 
 
-# Comparing two checkpoints tensor by tensor, whatever their formats.
+# Comparison of two checkpoints tensor by tensor, in any formats.
 
 BITS = {4: torch.int32, 2: torch.int16}
-"""By the bytes of an element: the type to compare it as, for which not-a-numbers equal themselves."""
+"""The type to compare elements as, by their bytes. As integers, NaNs equal themselves."""
 
 
 def first_difference(
     a: CheckpointSource, b: CheckpointSource, processes: Processes, *, dtype: str | None = None
 ) -> str | None:
-    """What differs first, in words: the architecture, a tensor's type, then its values, tensor by tensor; or None.
+    """Returns a description of the first difference, or None. Compares the architectures, the types of tensors, and
+    then the values of one tensor after another.
 
-    Values are compared bit for bit. With `dtype` types may differ, and values are compared as rounded to it.
-    Collective over: all processes, which share out the tensors.
+    Values are compared bit for bit. With `dtype`, types may differ, and values are rounded to it before the comparison.
+    Collective over: all processes. They share the tensors.
     """
     if difference := _architectures(a, b) or (None if dtype else _types(a, b)):
         return difference
@@ -586,7 +596,7 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(BITS[values.element_size()])
 
 
-# Which format a checkpoint has, and opening it.
+# The format of a checkpoint, and its opening.
 
 Format = Literal["hf", "megatron", "run"]
 FORMAT_NAMES = {
@@ -598,7 +608,8 @@ MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.js
 
 
 def format_of(path: Path, option: str) -> Format:
-    """CheckpointError where `path` is no folder of a checkpoint; `option` named it."""
+    """Returns the format of the checkpoint at `path`. Raises CheckpointError if `path` is no folder of a checkpoint.
+    `option` is the command-line option of the path."""
     if any((path / name).exists() for name in MEGATRON_FILES):
         return "megatron"
     if any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE, CONFIG_FILE)):
@@ -615,7 +626,7 @@ def format_of(path: Path, option: str) -> Format:
 def open_source(
     path: Path, option: str, *, settings: Path | None = None, compare_tied_head: bool = True
 ) -> CheckpointSource:
-    """The checkpoint at `path`; `settings` is the folder with the config.json of one that has none of its own."""
+    """Returns the checkpoint at `path`. `settings` is the folder with the config.json for a checkpoint without one."""
     found = format_of(path, option)
     if found == "megatron":
         return MegatronSource(path, option, settings)
@@ -624,15 +635,16 @@ def open_source(
     return HfSource(path, option, compare_tied_head=compare_tied_head)
 
 
-# What `inspect` tells about a checkpoint.
+# The output of `inspect`.
 
 SHOWN = "{:<20}{}"
 
 
 def describe(path: Path, option: str, *, settings: Path | None = None, tensors: bool = False) -> Iterator[str]:
-    """Lines about the checkpoint at `path`; with `tensors` every canonical tensor's name, shape and type too.
+    """Yields lines about the checkpoint at `path`. With `tensors` they include every canonical tensor's name, shape and
+    type.
 
-    Opening it is the check that conversions make too: CheckpointError where it is not complete.
+    Opening makes the same check as a conversion. Raises CheckpointError if the checkpoint is incomplete.
     """
     yield SHOWN.format("format", FORMAT_NAMES[format_of(path, option)])
     source = open_source(path, option, settings=settings)

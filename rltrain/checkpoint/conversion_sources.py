@@ -1,4 +1,4 @@
-"""Checkpoints of every format as sources of canonical tensors, shared out over the processes of a conversion."""
+"""Checkpoints of every format as sources of canonical tensors. The processes of a conversion share them."""
 
 import json
 import os
@@ -29,33 +29,35 @@ from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
 from rltrain.models.table import Array, CanonicalTensors, ElementType
 
-# Checkpoints as canonical tensors, whatever their format: what conversions read and comparisons compare.
+# Sources of canonical tensors, for conversions and comparisons.
 
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint whose headers were found to have exactly the tensors of its architecture, in their shapes."""
+    """A checkpoint of any format with exactly the tensors of its architecture, in their shapes. This was checked from
+    its headers."""
 
     path: Path
     settings: Path
     """The folder with config.json and the tokenizer."""
     option: str
-    """What names the checkpoint on the command line."""
+    """The command-line option of the checkpoint's path."""
     architecture: Architecture
     tensors: CanonicalTensors
     dtypes: Sequence[torch.dtype]
-    """[tensors]"""
+    """The type of every tensor, shape [tensors]."""
 
     def read(self, box: Box) -> Tensor:
-        """[rows, cols]; only these elements are read, and the result may be a view of the mapped file."""
+        """Returns a box [rows, cols] of one tensor. Only these elements are read. The result may be a view of the
+        mapped file."""
 
 
 class HfSource:
     """A Hugging Face checkpoint folder.
 
-    CheckpointError where a file is missing or damaged, and where names, shapes or types are not those of config.json's
-    model. `compare_tied_head` also reads a vocabulary's head that stands beside tied embeddings.
+    Raises CheckpointError if a file is missing or damaged, or if names, shapes or types differ from the model in
+    config.json. With `compare_tied_head`, a vocabulary's head beside tied embeddings is also read and must equal them.
     """
 
     def __init__(self, path: Path, option: str, *, compare_tied_head: bool = True) -> None:
@@ -80,8 +82,8 @@ class HfSource:
     def _refuse_value_head(self) -> None:
         if VALUE_HEAD in self.folder.file_of:
             raise self.folder.error(
-                f"{self.path} holds {VALUE_HEAD}, the head of a value model (a critic); expected a language model: no "
-                "other has a form in both formats"
+                f"{self.path} holds {VALUE_HEAD}, the head of a value model (a critic); expected a language model. "
+                "Only language models have a form in both formats"
             )
 
     def _refuse_missing(self) -> None:
@@ -91,7 +93,8 @@ class HfSource:
             )
 
     def _open(self, file: str) -> Any:
-        """A file that stays open and mapped; what the index does not say of its contents is refused."""
+        """Returns a mapped file to be kept open. Raises CheckpointError if the index does not list one of its
+        tensors."""
         opened = self.folder.open(file)
         unlisted = sorted(name for name in opened.keys() if self.folder.file_of.get(name) != file)  # noqa: SIM118
         if unlisted:
@@ -113,23 +116,23 @@ class HfSource:
 
 
 def num_bytes(source: CheckpointSource) -> int:
-    """Of all its tensors, without what a format adds."""
+    """Returns the bytes of all tensors, without the overhead of a format."""
     elements = source.tensors.matrix_shapes.prod(axis=1).tolist()
     return sum(count * dtype.itemsize for count, dtype in zip(elements, source.dtypes, strict=True))
 
 
-# Megatron's distributed checkpoints as canonical tensors.
+# Megatron's distributed checkpoints.
 
 HF_FOLDER = "hf"
-"""Holds config.json and the tokenizer, beside the iterations."""
+"""The folder of config.json and the tokenizer, beside the iterations."""
 
 
 class MegatronSource:
     """A checkpoint of Megatron-LM, of slime, or of the conversion to their format.
 
-    Its model is that of the config.json in `settings`, by default the folder `hf` that conversion makes beside the
-    iterations. CheckpointError where there is none, where it disagrees with the arguments that the checkpoint was
-    written with, and where tensors, shapes or types are not those of the model.
+    Its model is described by the config.json in `settings`. By default this is the folder `hf` beside the iterations,
+    made by a conversion. Raises CheckpointError if there is none, or if it disagrees with the arguments in the
+    checkpoint. Raises it also if tensors, shapes or types differ from the model's.
     """
 
     def __init__(self, path: Path, option: str, settings: Path | None = None) -> None:
@@ -150,7 +153,7 @@ class MegatronSource:
         return CheckpointError(f"{what} ({named_by(self.option)})")
 
     def read(self, box: Box) -> Tensor:
-        """[rows, cols]"""
+        """Returns a box [rows, cols] of one tensor."""
         found = _inside(self.keys.location(box.tensor), box)
         if len(found) == 1:
             return self._read_place(found[0])
@@ -161,7 +164,7 @@ class MegatronSource:
         return values
 
     def _read_place(self, place: np.void) -> Tensor:
-        """[rows, cols] of one matrix of a global tensor."""
+        """Returns [rows, cols] of one matrix of a global tensor."""
         chunk = self.keys.chunk_of(place)
         return self.reader.read(chunk.key, chunk.offsets, chunk.shape).reshape(place["rows"], place["cols"])
 
@@ -177,7 +180,7 @@ class MegatronSource:
             if (folder / CONFIG_FILE).is_file():
                 return folder
         raise self.error(
-            f"{self.path} has no {HF_FOLDER}/{CONFIG_FILE}, so it was written by another program; name the folder of a "
+            f"{self.path} has no {HF_FOLDER}/{CONFIG_FILE}, so it was written by another program. Name the folder of a "
             "Hugging Face checkpoint of the same model with --hf-config"
         )
 
@@ -192,7 +195,7 @@ class MegatronSource:
 
 
 def _inside(places: Array, box: Box) -> Array:
-    """`places` of one tensor, cut to `box`."""
+    """Returns the parts of `places` inside `box`. All `places` are of one tensor."""
     cut = places.copy()
     for first, count, at, begin, size in (
         ("row", "rows", "key_row", box.row, box.rows),
@@ -205,14 +208,15 @@ def _inside(places: Array, box: Box) -> Array:
     return cut[(cut["rows"] > 0) & (cut["cols"] > 0)]
 
 
-# The processes that share one conversion: torchrun's, which meet in its store, or a single one.
+# The processes of one conversion. They are torchrun's and meet in its store, or there is only one.
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 POLL_S = 0.02
 
 
 class Processes:
-    """This process's number among those that work together. No process group is made: they only exchange bytes."""
+    """This process and its number among the processes of a conversion. They only exchange bytes, so no process group is
+    made."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: dist.Store | None = None) -> None:
         self.rank, self.count = rank, count
@@ -224,45 +228,46 @@ class Processes:
         return self.rank == 0
 
     def meet(self) -> None:
-        """Wait for all others, however long they work: where one fails, torchrun ends the rest.
+        """Waits for all other processes without a limit. If one fails, torchrun ends the others.
 
-        Collective over: all processes, like `gather`, in one order.
+        Collective over: all processes. Calls of `meet` and `gather` must be in the same order on each.
         """
         self.gather(b"")
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Every process's `value`, by rank."""
+        """Returns the `value` of every process, by rank."""
         if self._store is None:
             return [value]
         self._meetings += 1
         keys = [f"meeting {self._meetings} of {rank}" for rank in range(self.count)]
         self._store.set(keys[self.rank], value.hex())
-        while not self._store.check(keys):  # its own way of waiting would hear no signal
+        while not self._store.check(keys):  # the store's own wait would ignore signals
             time.sleep(POLL_S)
         return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
 
     def add(self, counter: str, amount: int) -> int:
-        """Add to a number that all share; the new value."""
+        """Adds to a counter shared by all processes. Returns its new value."""
         return amount if self._store is None else int(self._store.add(counter, amount))
 
 
 def join_processes() -> Processes:
-    """Those of torchrun, told by its environment; without it, a single one."""
+    """Returns the processes of torchrun, found in the environment, or a single process without torchrun."""
     if "RANK" not in os.environ:
         return Processes()
     store, rank, count = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
     return Processes(rank, count, dist.PrefixStore("convert_checkpoint", store))
 
 
-# The type that a conversion gives to its tensors.
+# The type of a conversion's tensors.
 
 CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def target_type(source: CheckpointSource, chosen: str | None) -> str:
-    """`chosen`, or what all tensors of the source have but for those that are fp32 in any model of their family.
+    """Returns `chosen`, or the common type of the source's tensors. Tensors in fp32 in every model of the family are
+    ignored.
 
-    CheckpointError where they differ.
+    Raises CheckpointError if their types differ.
     """
     if chosen is not None:
         return chosen
@@ -283,19 +288,19 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The actor's weights in a checkpoint of a run, as canonical tensors.
+# The actor's weights in a run's checkpoint.
 
 ROLE = "actor"
 
 
 class RunSource:
-    """The weights of the actor in a checkpoint of a run, in the type that it is trained in: master weights rounded
-    once, as engines and exports get them. Low-rank adapters are merged into the checkpoint that they were trained on.
+    """The actor's weights in a run's checkpoint. They have the type of training, as in engines and exports, and are
+    rounded once from the master weights. Low-rank adapters are merged into their base checkpoint.
 
-    `path` is the checkpoint's folder or one of several, of which the newest is taken; `settings` is the folder with
-    config.json and the tokenizer, by default that of the model which the run began with. Of the files' checksums those
-    of every `share[1]`-th file from number `share[0]` are compared, so that processes can share them out.
-    CheckpointError where files are missing or damaged, or are of another model.
+    `path` is the checkpoint's folder, or a folder of checkpoints with the newest one to be taken. `settings` is the
+    folder with config.json and the tokenizer. By default it is the folder of the model at the beginning of the run.
+    Processes can share the comparison of checksums: `share` (i, n) compares every n-th file from number i on. Raises
+    CheckpointError if files are missing, damaged or of another model.
     """
 
     def __init__(
@@ -328,7 +333,7 @@ class RunSource:
         return values.to(self.dtypes[box.tensor])
 
     def _merged(self, weight: Tensor, box: Box) -> Tensor:
-        """`weight` with what the tensor's adapter adds to the box, if there is one."""
+        """Returns `weight` plus the product of the tensor's adapter in the box, if there is one."""
         adapters, name = self._saved.tensors, PEFT_PREFIX + self.tensors.names[box.tensor].removesuffix(WEIGHT)
         if name + A not in adapters.numbers:
             return weight
@@ -359,7 +364,7 @@ def _began_with(config: Config, option: str) -> Path:
     path = Path(config.checkpoint_of(ROLE)[0])
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"the run began with the model {path}, which has no {CONFIG_FILE} here; name the folder of a Hugging Face "
+            f"the run began with the model {path}, which has no {CONFIG_FILE} here. Name the folder of a Hugging Face "
             f"checkpoint of that model with --hf-config ({named_by(option)})"
         )
     return path

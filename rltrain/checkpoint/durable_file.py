@@ -1,4 +1,4 @@
-"""Writes a file once, fast, and has the disk take it."""
+"""Writes a file once, fast and durably."""
 
 import ctypes
 import mmap
@@ -16,17 +16,18 @@ from torch import Tensor
 
 from rltrain.runtime.machine import JobThread
 
-# Blocks are written in their order by a thread, while whoever makes them makes the next ones.
+# Blocks written in their order by a thread, while the caller makes the next ones.
 #
-# Writing to a file takes about as long as making what goes into it, by mapping pages, checksums, casts or a reshard,
-# and neither holds up other threads. One thread writes a file: systems let no two write to one at a time.
+# Writing takes about as long as making the contents by mapping pages, checksums, casts or a reshard. Neither holds up
+# other threads. One thread writes a file, because systems do not let two write to one file at a time.
 
 
 class WriteBehind:
-    """Has `write` called with every block from a thread, of which at most `most_bytes` wait for it, or one block.
+    """A thread for calls of `write` with one block after another. At most `most_bytes` wait for it, or one larger
+    block.
 
-    `put`, `wait_for` and `close` raise what `write` raised; no further block is written then. `close` or `give_up` ends
-    the thread, which leaves as much of the processors to others as the one that began it does.
+    `put`, `wait_for` and `close` raise any error of `write`. No further block is written then. `close` or `give_up`
+    ends the thread. The thread has the priority of its creator.
     """
 
     def __init__(self, write: Callable[[memoryview], None], most_bytes: int) -> None:
@@ -36,12 +37,12 @@ class WriteBehind:
         self._closing = False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        # A daemon, for a file that nobody closes, nor misses, as after an error.
+        # A daemon, because a file may never be closed, as after an error.
         self._thread = JobThread(target=self._write_blocks, name="file writer", daemon=True)
         self._thread.start()
 
     def put(self, block: memoryview) -> None:
-        """Contiguous bytes, which nobody may change before they are written. Waits for room."""
+        """Takes a block of contiguous bytes. It must not change before it is written. Waits for room."""
         self.wait_for(self._given_bytes + len(block) - self._most_bytes)
         with self._changed:
             self._given_bytes += len(block)
@@ -49,7 +50,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Until the first `num_bytes` of all that was put, or all of it, are written."""
+        """Waits until the first `num_bytes` of all blocks are written, or all blocks if they have fewer."""
         needed = min(num_bytes, self._given_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._written_bytes >= needed or self._failure is not None)
@@ -57,14 +58,14 @@ class WriteBehind:
                 raise self._failure
 
     def close(self) -> None:
-        """Once all is written."""
+        """Waits until all blocks are written, then ends the thread."""
         try:
             self.wait_for(self._given_bytes)
         finally:
             self.give_up()
 
     def give_up(self) -> None:
-        """What waits is not written."""
+        """Ends the thread without writing the waiting blocks."""
         with self._changed:
             self._closing = True
             self._waiting.clear()
@@ -75,7 +76,7 @@ class WriteBehind:
         while (block := self._next()) is not None:
             try:
                 self._write(block)
-            except Exception as failure:  # raised where the next block is put, or the file is closed
+            except Exception as failure:  # raised when the next block is put or the file is closed
                 with self._changed:
                     self._failure = failure
                     self._changed.notify_all()
@@ -90,54 +91,55 @@ class WriteBehind:
             return self._waiting.popleft() if self._waiting else None
 
 
-# What Linux is told of the pages of files: to map many at once, and to write them out while more is written.
+# Advice to Linux about the pages of files. It maps many at once, and writes them out while more are written.
 #
-# Elsewhere, and on kernels that do not know a call, nothing is done, and pages come and go one after the other.
+# On other systems and on older kernels this does nothing. Pages are then mapped and written one by one.
 
 MADV_POPULATE_READ = 22
-"""Of Linux 5.14."""
+"""Since Linux 5.14."""
 SYNC_FILE_RANGE_WRITE = 2
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Have the pages of mapped files that lie there in this process's page table; memory that is no file's stays as
-    it is. A fault for every sixteen pages takes as long as copying them."""
+    """Maps the pages of files at this address into the process's page table. Other memory stays unchanged. Without it,
+    a fault for every sixteen pages takes as long as copying them."""
     if _LIBC is not None and num_bytes > mmap.PAGESIZE:
         begin = address - address % mmap.PAGESIZE
         _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + num_bytes - begin), MADV_POPULATE_READ)
 
 
 def begin_writing_out(descriptor: int, first: int, num_bytes: int) -> None:
-    """Have the disk begin with bytes that were written to a file, so that `os.fsync`, which also tells what the disk
-    refuses, has less to wait for."""
+    """Makes the disk begin with bytes written to a file, so `os.fsync` has less to wait for. Only `os.fsync` reports
+    errors of the disk."""
     if _LIBC is not None:
         _LIBC.sync_file_range(descriptor, ctypes.c_int64(first), ctypes.c_int64(num_bytes), SYNC_FILE_RANGE_WRITE)
 
 
-# A file that is written once, from its beginning to its end, as fast as memory and disk allow, and durable then.
+# A file written once from beginning to end, as fast as memory and disk allow, and then durable.
 
 BLOCK_BYTES = 2**18
-"""Written at a time: few enough to be in a core's own cache still after their checksum was made."""
+"""Bytes written at a time. So few are still in a core's cache after their checksum was computed."""
 BEHIND_BLOCK_BYTES = 2**20
-"""Written at a time by a thread: enough that a turn of threads takes a small part of that time."""
+"""Bytes written at a time by a thread. So many make the switch of threads a small part of the time."""
 TAKEN_BYTES = 8 * 2**20
-"""Brought to the host at a time, into memory that the next ones are given again."""
+"""Bytes copied to the host at a time. The next ones reuse the memory."""
 BEHIND_BYTES = 4 * 2**20
-"""May wait for a thread where what is written is made bit by bit: few enough to be in the processor's caches still."""
+"""Maximum bytes waiting for a writing thread, if data is made piece by piece. So few are still in the processor's
+caches."""
 OUT_BYTES = 16 * 2**20
-"""After so many the disk begins with them."""
+"""Bytes written before the disk is made to begin with them."""
 
 
 class DurableFile:
-    """A new file; as a context manager it is complete and durable when its block ends without an error.
+    """A new file. As a context manager, it is complete and durable when its block ends without an error.
 
-    `num_bytes` were given to it so far; with `checksum` `crc32` is zlib's of them, or of those since it was set to 0.
-    With `most_cached_bytes` no more than so many wait for the disk in memory that others may need, or stay there:
-    writing then takes as long as the disk does. With `behind_bytes` a thread writes, for which so many may wait: what
-    they lie in may not change before `wait_for`. FileExistsError where there is such a file, OSError where writing
-    fails, where a thread writes by one of the calls after it.
+    `num_bytes` counts the bytes given so far. With `checksum`, `crc32` is zlib's CRC-32 of them, or of the bytes since
+    it was last set to 0. With `most_cached_bytes`, at most so many bytes stay in the system's memory. Writing is then
+    as slow as the disk. With `behind_bytes`, a thread writes, and at most so many bytes wait for it. Their memory must
+    not change before `wait_for`. Raises FileExistsError if the file exists, and OSError if writing fails. An error of
+    the thread is raised by a later call.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class DurableFile:
         self._behind = WriteBehind(self._write, behind_bytes) if behind_bytes else None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append; a memoryview is contiguous bytes."""
+        """Appends bytes. A memoryview must be contiguous bytes."""
         write, step = (self._behind.put, BEHIND_BLOCK_BYTES) if self._behind else (self._write, BLOCK_BYTES)
         view = memoryview(data)
         for begin in range(0, len(view), step):
@@ -161,14 +163,14 @@ class DurableFile:
             self.num_bytes += len(block)
 
     def write_tensor(self, values: Tensor) -> None:
-        """Append the bytes of its elements, wherever they lie."""
+        """Appends the bytes of a tensor's elements, from any device."""
         flat = values.detach().contiguous().view(-1)
         step = max(1, TAKEN_BYTES // flat.itemsize)
         for first in range(0, len(flat), step):
             self.write(flat[first : first + step].cpu().view(torch.uint8).numpy().data)
 
     def wait_for(self, num_bytes: int) -> None:
-        """Until so many bytes of the file have left the memory that they were given in."""
+        """Waits until the first `num_bytes` of the file have left the caller's memory."""
         if self._behind is not None:
             self._behind.wait_for(num_bytes)
 
@@ -185,21 +187,21 @@ class DurableFile:
             self._flush()
 
     def _flush(self) -> None:
-        """Have the disk take what was written, and where asked for no memory keep it."""
+        """Makes written bytes durable. With `most_cached_bytes`, also drops them from the system's memory."""
         os.fsync(self._file.fileno())
         if self._most_cached_bytes is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._flushed_bytes = self._written_bytes
 
     def close(self) -> None:
-        """Make it durable."""
+        """Makes the file durable and closes it."""
         with self._file:
             if self._behind is not None:
                 self._behind.close()
             self._flush()
 
     def give_up(self) -> None:
-        """Leave it as it is."""
+        """Closes the file in its present state."""
         with self._file:
             if self._behind is not None:
                 self._behind.give_up()

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint folder, and the layers in it that predict further tokens."""
+"""The files of a Hugging Face checkpoint folder, and its layers for predicting further tokens."""
 
 import json
 import shutil
@@ -19,17 +19,17 @@ from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout
 
-# What a Hugging Face checkpoint folder consists of: files of tensors, their index, and the files beside them.
+# A Hugging Face checkpoint folder: files of tensors, their index, and further files.
 
 METADATA = {"format": "pt", "written_by": "rltrain"}
 CARRIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 INDEX_SUFFIX = ".index.json"
-"""Of files that describe tensors, in one format or another."""
+"""The end of the names of files describing tensors, in any format."""
 
 
 @dataclass(frozen=True)
 class HfFile:
-    """A file of tensors and the rank that writes it."""
+    """A file of tensors and its writer, a rank."""
 
     name: str
     writer: int
@@ -37,10 +37,10 @@ class HfFile:
 
 
 def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[TensorEntry] = ()) -> list[HfFile]:
-    """All files of a checkpoint whose tensors lie as in `layout`, a result of hf_layout, and those of `further`
-    tensors, which its ranks write in turn; the same on every rank.
+    """Returns all files of a checkpoint with the tensors of `layout`, a result of hf_layout. Ranks take turns in
+    writing the `further` tensors. The result is the same on every rank.
 
-    A file is larger than `max_file_bytes` only where one tensor is.
+    A file is larger than `max_file_bytes` only if one tensor is.
     """
     dtypes = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
     contents: list[tuple[int, list[TensorEntry]]] = []
@@ -57,7 +57,7 @@ def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[TensorE
 
 
 def _in_files(entries: Iterable[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
-    """The entries of one file after the other, in their order."""
+    """Returns the entries of each file, in their order."""
     files, filled = list[list[TensorEntry]](), max_bytes
     for entry in entries:
         if filled + entry.bytes > max_bytes:
@@ -69,7 +69,7 @@ def _in_files(entries: Iterable[TensorEntry], max_bytes: int) -> list[list[Tenso
 
 
 def write_index(folder: Path, files: Sequence[HfFile]) -> None:
-    """The index that says which file holds a tensor; a single file needs none."""
+    """Writes the index from tensors to files. A single file needs none."""
     if len(files) == 1:
         return
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
@@ -78,11 +78,12 @@ def write_index(folder: Path, files: Sequence[HfFile]) -> None:
 
 
 FURTHER_TEMPLATES = "additional_chat_templates"
-"""The folder in which transformers keeps chat templates beside the default one."""
+"""The folder of further chat templates in transformers."""
 
 
 def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> None:
-    """The config.json of the folder `like` for tensors of `dtype`, with `changes`; a copy if nothing changes."""
+    """Writes the config.json of the folder `like` into `folder`, for tensors of `dtype` and with `changes`. If nothing
+    changes, it is a copy."""
     text = (like / CONFIG_FILE).read_text(encoding="utf-8")
     config = parse_object(text, like / CONFIG_FILE)
     wanted = {**config, **(changes or {}), "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
@@ -93,7 +94,7 @@ def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any
 
 
 def carried_files(folder: Path) -> list[str]:
-    """Returns the names of what goes with a checkpoint's tensors beside config.json: tokenizer, generation config, own
+    """Returns the names of a checkpoint's files other than tensors and config.json: tokenizer, generation config, own
     code, and the folder of further chat templates."""
     templates = [FURTHER_TEMPLATES] if (folder / FURTHER_TEMPLATES).is_dir() else []
     return templates + sorted(
@@ -107,7 +108,7 @@ def carried_files(folder: Path) -> list[str]:
 
 
 def copy_carried_files(like: Path, folder: Path) -> None:
-    """Copy into `folder` what goes with the tensors of the checkpoint folder `like`, except config.json."""
+    """Copies the files named by `carried_files` from the checkpoint folder `like` into `folder`."""
     for name in carried_files(like):
         if name != FURTHER_TEMPLATES:
             shutil.copyfile(like / name, folder / name)
@@ -121,19 +122,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# Layers that predict further tokens ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
+# Layers for predicting further tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
 #
-# Where none is trained (model.mtp) what is saved or converted carries them along as they are. So it is with what
-# encodes pictures beside some language models.
+# If they are not trained (model.mtp), saves and conversions copy them unchanged. The encoders of pictures in some
+# language models are treated alike.
 
 PREDICTION_FILE = "prediction_layers.safetensors"
-"""Where a folder has them that holds no other tensors: that beside a checkpoint in another format."""
+"""The file of these layers in a folder without other tensors, beside a checkpoint in another format."""
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 
 class StoredPredictionLayers:
-    """Those of the checkpoint folder `folder`, as it holds them: those that its config.json tells of, or none. Without
-    the tensors `trained`, which the model has itself."""
+    """The prediction layers of the checkpoint folder `folder`, as stored there and described by its config.json. There
+    may be none. The tensors `trained` are left out, because the model has them itself."""
 
     def __init__(self, folder: Path, config_key: str = "model.path", trained: Container[str] = ()) -> None:
         self._folder = folder
@@ -149,7 +150,7 @@ class StoredPredictionLayers:
         return tensor
 
     def write_into(self, folder: Path) -> None:
-        """Into a file of their own, where there are any."""
+        """Writes the layers into a separate file, if there are any."""
         if self.entries:
             with SafetensorsFile(folder / PREDICTION_FILE, self.entries, {"format": "pt"}) as opened:
                 for entry in opened.entries:

@@ -1,4 +1,4 @@
-"""Reads weights from a Hugging Face checkpoint folder, quantised ones for engines too."""
+"""Reads weights from a Hugging Face checkpoint folder. It can also quantise them for engines."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.native import BLOCK
 from rltrain.runtime.json_text import read_json
 
-# Reading weights from a Hugging Face checkpoint folder.
+# Weights of a Hugging Face checkpoint folder.
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -32,14 +32,15 @@ COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 def load_parameters(
     path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor], *, config_key: str = "model.path"
 ) -> None:
-    """Fill `parameters` (names and local shapes of `layout.on(rank)`, any dtype and device) from the checkpoint folder.
+    """Fills `parameters` from the checkpoint folder. They have the names and local shapes of `layout.on(rank)`, in any
+    dtype and on any device.
 
-    Only the boxes that this rank holds are read. Padding is zeroed. A value model takes everything but its head from a
-    causal language model too: the head then starts at zero and the vocabulary's is not read. `config_key` is the key
-    that names the folder, for messages.
+    Only the boxes of this rank are read. Padding is zeroed. A value model can also be loaded from a causal language
+    model. Its head then starts at zero, and the vocabulary's head is not read. `config_key` is the config key of the
+    folder, for messages.
 
-    CheckpointError where a file or another tensor is missing, damaged or of another shape, and where the checkpoint
-    holds tensors that the model does not have.
+    Raises CheckpointError if a file or another tensor is missing, damaged or of another shape, or if the checkpoint has
+    tensors unknown to the model.
     """
     mine = layout.on(rank)
     check_parameters(mine.parameters, parameters)
@@ -59,9 +60,11 @@ def load_parameters(
 
 
 def further_layers(path: Path) -> tuple[str, ...]:
-    """What names of tensors begin with that belong to layers which predict further tokens ahead, or to what encodes
-    pictures, by the config.json in `path`. The former follow the model's own layers, or stand beside them (MiMo,
-    Qwen)."""
+    """Returns the name prefixes of tensors in further layers, from the config.json in `path`.
+
+    Such layers predict further tokens ahead, or encode pictures. Prediction layers follow the model's own layers, or
+    have separate names (MiMo, Qwen). Returns no prefixes if the file cannot be used.
+    """
     try:
         config = read_json(path / CONFIG_FILE)
         family = FAMILIES.get(config.get("model_type"))
@@ -72,29 +75,29 @@ def further_layers(path: Path) -> tuple[str, ...]:
         first = config["num_hidden_layers"]
         return (*(f"model.layers.{layer}." for layer in range(first, first + count)), "model.mtp_layers.", *carried)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ()  # whoever needs the model's own layers tells what is wrong with the file
+        return ()  # loading the model's own layers reports what is wrong with the file
 
 
 def within(piece: Any) -> tuple[slice, slice]:
-    """Where a `piece` [PIECE] lies in its tensor."""
+    """Returns the rows and columns of a `piece` [PIECE] within its tensor."""
     row, column = int(piece["row"]), int(piece["col"])
     return slice(row, row + int(piece["rows"])), slice(column, column + int(piece["cols"]))
 
 
 def held_piece(flats: Sequence[Tensor], piece: Any) -> Tensor:
-    """[rows, cols]: where a `piece` [PIECE] lies in the parameters `flats`, each as one dimension."""
+    """Returns a view [rows, cols] of a `piece` [PIECE] in the parameters `flats`. Each of them has one dimension."""
     shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
     flat: Tensor = flats[piece["parameter"]]
     return flat[int(piece["offset"]) :].as_strided(shape, strides)
 
 
 def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
-    """`values` [rows, cols] of a `piece` [PIECE] to where it lies."""
+    """Writes `values` [rows, cols] to the place of a `piece` [PIECE]."""
     held_piece(flats, piece).copy_(values)
 
 
 def check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], parameters: Mapping[str, Tensor]) -> None:
-    """ValueError where names or shapes of `parameters` are others than a layout has."""
+    """Raises ValueError if names or shapes of `parameters` differ from a layout's."""
     found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if found != dict(expected):
         differing = sorted(set(found.items()) ^ set(expected))
@@ -102,7 +105,7 @@ def check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], paramete
 
 
 def _rows_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
-    """A box of matrices of `height` rows that are stacked, seen as one below the other."""
+    """Returns a box of stacked matrices with `height` rows each, seen as one matrix."""
     first, last = box.row // height, (box.row + box.rows - 1) // height
     columns = slice(box.col, box.col + box.cols)
     if first == last:
@@ -124,10 +127,10 @@ class Box(NamedTuple):
 
 
 class HfFolder:
-    """The safetensors files of a checkpoint folder and which tensor lies in which of them.
+    """The safetensors files of a checkpoint folder, and the file of every tensor.
 
-    `config_key` is the config key or the command's option that names the folder, for messages. CheckpointError where
-    the folder holds no checkpoint in this format.
+    `config_key` is the config key or the command-line option of the folder, for messages. Raises CheckpointError if the
+    folder has no checkpoint in this format.
     """
 
     def __init__(self, path: Path, config_key: str) -> None:
@@ -149,7 +152,8 @@ class HfFolder:
         return read_weight_map(self.path, self.config_key)
 
     def open(self, file: str) -> Any:
-        """A mapped safetensors file, to be used in a `with` or kept. CheckpointError where it is missing or damaged."""
+        """Returns a mapped safetensors file, to be used in a `with` or kept open. Raises CheckpointError if it is
+        missing or damaged."""
         try:
             return safe_open(self.path / file, framework="pt")
         except FileNotFoundError:
@@ -160,10 +164,10 @@ class HfFolder:
             raise self.error(f"{self.path / file} is damaged or cut short: {problem}") from None
 
     def refuse_unused(self, tensors: CanonicalTensors, *, compare_tied_head: bool) -> None:
-        """CheckpointError where the files hold other tensors than a model of `tensors` has.
+        """Raises CheckpointError if the files have tensors unknown to a model of `tensors`.
 
-        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal. What
-        `further_layers` tells of is left out.
+        A vocabulary's head is allowed beside tied embeddings. With `compare_tied_head` it is read and must equal them.
+        Tensors of `further_layers` are ignored.
         """
         unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
@@ -195,14 +199,14 @@ class HfFolder:
             return all(torch.equal(left[i : i + COMPARED_ROWS], right[i : i + COMPARED_ROWS]) for i in starts)
 
     def stored(self, layout: Layout, pieces: Array) -> Array:
-        """`pieces` but for those of a value head that the checkpoint, being a language model's, does not have."""
+        """Returns the `pieces` present in the checkpoint. A language model's checkpoint has no value head."""
         if VALUE_HEAD in self.file_of or VALUE_HEAD not in layout.tensors.numbers:
             return pieces
         others: Array = pieces[pieces["tensor"] != layout.tensors.numbers[VALUE_HEAD]]
         return others
 
     def by_file(self, layout: Layout, pieces: Array) -> list[tuple[str, Array]]:
-        """`pieces` by the file that holds their tensors; raises where a tensor is missing."""
+        """Returns `pieces` grouped by the file of their tensors. Raises CheckpointError if a tensor is missing."""
         file_of_tensor: dict[int, str] = {}
         for tensor in np.unique(pieces["tensor"]):
             name = layout.tensors.names[tensor]
@@ -214,7 +218,7 @@ class HfFolder:
         return [(str(file), pieces[files == file]) for file in np.unique(files)]
 
     def read_box(self, opened: Any, file: str, tensors: CanonicalTensors, box: Box) -> Tensor:
-        """[rows, cols] of one tensor of the open `file`."""
+        """Returns a box [rows, cols] of one tensor of the open `file`."""
         shape = tensors.shapes[box.tensor]
         stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
         rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
@@ -224,7 +228,8 @@ class HfFolder:
         return values
 
     def stored_tensor(self, opened: Any, file: str, name: str, shape: tuple[int, ...]) -> Any:
-        """The slice object of a tensor of an open file; CheckpointError where it is missing or not of `shape`."""
+        """Returns the slice object of a tensor of an open file. Raises CheckpointError if it is missing or not of
+        `shape`."""
         try:
             stored = opened.get_slice(name)
         except SafetensorError:
@@ -237,7 +242,7 @@ class HfFolder:
         return stored
 
 
-# Reading weights from a Hugging Face checkpoint folder into an engine that holds some of them in FP8.
+# Weights of a Hugging Face checkpoint folder for an engine with some of them in FP8.
 
 
 def load_quantized(
@@ -250,10 +255,11 @@ def load_quantized(
     dtype: torch.dtype,
     config_key: str = "model.path",
 ) -> None:
-    """Fill `parameters`, those of `layouts.destination.on(rank)`, of which `plain` is the layout without FP8.
+    """Fills `parameters` of an engine with some weights in FP8. They belong to `layouts.destination.on(rank)`. `plain`
+    is the layout without FP8.
 
-    Blocks are measured and quantised whole, on whatever device the parameters are, from values of `dtype`: so every
-    rank has what a reshard would bring it from parameters of that type. CheckpointError as load_parameters raises it.
+    Whole blocks are measured and quantised from values of `dtype`, on the device of the parameters. So every rank has
+    the same bits as after a reshard from parameters of this type. Raises CheckpointError as load_parameters does.
     """
     mine = layouts.destination.on(rank)
     check_parameters(mine.parameters, parameters)
@@ -286,7 +292,7 @@ def load_quantized(
 
 
 def _by_blocks(boxes: Array) -> dict[Box, list[int]]:
-    """Numbers of boxes of blocks, by what they are."""
+    """Returns the numbers of equal boxes of blocks, by box."""
     found: dict[Box, list[int]] = defaultdict(list)
     for number, box in enumerate(boxes):
         found[_box(box)].append(number)
@@ -294,7 +300,7 @@ def _by_blocks(boxes: Array) -> dict[Box, list[int]]:
 
 
 def _elements(blocks: Box, plain: Layout) -> Box:
-    """What lies in blocks of a tensor, as far as it reaches."""
+    """Returns the box of elements in blocks of a tensor. It ends at the tensor's end."""
     num_rows, num_cols = plain.tensors.matrix_shapes[blocks.tensor].tolist()
     row, col = blocks.row * BLOCK, blocks.col * BLOCK
     rows, cols = blocks.rows * BLOCK, blocks.cols * BLOCK

@@ -1,4 +1,4 @@
-"""Writes weights to a Hugging Face checkpoint folder, each rank its own files."""
+"""Writes weights to a Hugging Face checkpoint folder. Each rank writes its own files."""
 
 import re
 from collections import deque
@@ -36,20 +36,23 @@ from rltrain.reshard.layout import Layout, Parameters, hf_layout, hf_rows, holdi
 from rltrain.reshard.plan import plan
 from rltrain.runtime.whole_files import make_empty, partial_of, put_in_place
 
-# One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them.
+# One rank's files of a Hugging Face folder, written while their tensors arrive.
 
 WRITTEN_BYTES = 2**25
-"""A rank brings so many of its tensors into memory at a time: enough that what a reshard costs whatever its size does
-not count, few enough to be in a processor's cache still when they are written."""
+"""Bytes of its tensors gathered by a rank at a time. With fewer, the fixed cost of a reshard would count. More would
+not stay in a processor's cache until they are written."""
 NUM_MEMORIES = 2
-"""Of that size: the next tensors come into one while those in the other are written."""
+"""Memories of this size. The next tensors arrive in one while the tensors in the other are written."""
 ALIGNMENT = 64
-"""In bytes, of tensors in the memory that they share."""
+"""Alignment in bytes of tensors in their shared memory."""
 
 
 def written_rows(layout: Layout, files: Sequence[HfFile], max_bytes: int) -> Iterator[IntArray]:
-    """[tensors, 2] the rows, from and to, that are written next: of every writer those of its `files` that `max_bytes`
-    hold, or one. All writers are busy each time. Pure: equal on all ranks."""
+    """Yields the rows to be written next, as [tensors, 2] with the first and the end row of every tensor.
+
+    Each time every writer gets rows of its `files`, as many as fit in `max_bytes`, or one row. So all writers are busy.
+    The function is pure, so all ranks get equal results.
+    """
     numbers, turns = layout.tensors.numbers, list[IntArray]()
     for writer in layout.ranks:
         entries = [entry for file in files if file.writer == writer for entry in in_file_order(file.entries)]
@@ -62,7 +65,7 @@ def written_rows(layout: Layout, files: Sequence[HfFile], max_bytes: int) -> Ite
 
 
 def _taken(layout: Layout, numbers: Iterable[int], max_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """(turn, tensor, from, to): the rows of these tensors, one after the other, as many in a turn as it may hold."""
+    """Yields (turn, tensor, first row, end row) for the rows of successive tensors. A turn has as many rows as fit."""
     turn, free = 0, max_bytes
     for number in numbers:
         rows, columns = layout.tensors.matrix_shapes[number].tolist()
@@ -79,19 +82,19 @@ def _taken(layout: Layout, numbers: Iterable[int], max_bytes: int) -> Iterator[t
 def writing_share(
     folder: Path, files: Sequence[HfFile], further: StoredPredictionLayers, device: torch.device
 ) -> Iterator["ShareWriter"]:
-    """For a rank's `files` in `folder`, which are complete when the block ends without an error.
+    """Yields a writer of a rank's `files` in `folder`. The files are complete when the block ends without an error.
 
-    OSError where writing fails, CheckpointError where tensors did not come.
+    Raises OSError if writing fails, and CheckpointError if some tensors did not arrive.
     """
     writer = ShareWriter(folder, files, further, device)
-    with closing(writer.writing):  # after an error it leaves the open file as it is
+    with closing(writer.writing):  # after an error the open file stays incomplete
         yield writer
         writer.all_came = True
         writer.write({})
 
 
 class _Memory(NamedTuple):
-    """What tensors came in that are the first `num_bytes` of `file`, but for those before."""
+    """The memory of some written tensors. It is free once the first `num_bytes` of `file` are written."""
 
     bytes: Tensor
     file: SafetensorsFile
@@ -99,8 +102,11 @@ class _Memory(NamedTuple):
 
 
 class ShareWriter:
-    """Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those
-    that it came with. What `further` has does not come. A thread writes."""
+    """A writer of tensors into a rank's files, in their order and by a thread.
+
+    Tensors may arrive in any order, and one tensor may arrive as several runs of rows. Early ones wait in their memory.
+    Tensors of `further` are read from there instead.
+    """
 
     def __init__(
         self, folder: Path, files: Sequence[HfFile], further: StoredPredictionLayers, device: torch.device
@@ -115,7 +121,7 @@ class ShareWriter:
         self.writing = self._write_what_is_due()
 
     def memory_for(self, parameters: Parameters) -> dict[str, Tensor]:
-        """Tensors to be filled and given to `write`; their memory serves the next ones once they are written."""
+        """Returns tensors to be filled and given to `write`. Their memory is reused once they are written."""
         places, end = [], 0
         for name, shape in parameters:
             num_bytes = prod(shape) * self._types[name].itemsize
@@ -125,7 +131,7 @@ class ShareWriter:
         return {name: memory[begin:end].view(self._types[name]).view(shape) for name, shape, begin, end in places}
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """All that is due by now."""
+        """Takes `tensors` and writes everything due in the order of the files."""
         self._waiting.update(tensors)
         next(self.writing, None)
         if self._given is not None and self._opened is not None and not self._waiting:
@@ -133,8 +139,8 @@ class ShareWriter:
         self._given = None
 
     def _free_memory(self, num_bytes: int) -> Tensor:
-        """That of an earlier turn, once its tensors are written, or new memory. What is larger than is usual there is
-        only once."""
+        """Returns the memory of an earlier turn, once its tensors are written, or new memory. There is only one memory
+        above the usual size."""
         while len(self._being_written) >= (NUM_MEMORIES if num_bytes <= WRITTEN_BYTES else 1):
             memory = self._being_written.popleft()
             memory.file.wait_for(memory.num_bytes)
@@ -155,7 +161,7 @@ class ShareWriter:
                     while lacking:
                         while entry.name not in self._waiting:
                             if self.all_came:
-                                raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} did not come")
+                                raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} are missing")
                             yield
                         rows = self._waiting.pop(entry.name)
                         opened.append(entry.name, rows)
@@ -163,7 +169,7 @@ class ShareWriter:
 
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
-# Writing weights to a Hugging Face checkpoint folder.
+# A whole Hugging Face checkpoint folder, written by all ranks.
 
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
@@ -186,21 +192,21 @@ def save_checkpoint(
     ranks_per_node: int | None = None,
     notes: Mapping[str, str] = NO_NOTES,
 ) -> None:
-    """Write the model into `directory`, with config and tokenizer of the checkpoint folder `like`, and texts by file
-    names, `notes`.
+    """Writes the model into `directory` as a Hugging Face checkpoint, with the config and tokenizer of the checkpoint
+    folder `like`.
 
-    A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
-    that or a causal language model's. A language model's has the layers of `like` that predict further tokens,
-    where the model has none itself.
+    `notes` are further text files, by name. A value model is written as transformers' model for sequence classification
+    with one label. Then `like` may be such a folder or a causal language model's. A language model's folder also gets
+    the layers of `like` predicting further tokens, unless the model has them itself.
 
-    Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
-    Of others a rank brings `written_bytes` together, which it writes, and then the next. `dtype` None keeps their type.
-    Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor is larger. All of it is written
-    beside `directory`, which appears when it is complete; an existing one is replaced only if an earlier call wrote it.
-    CheckpointError otherwise, and where writing fails.
+    With `made_bytes`, source tensors are made on demand. At most so many bytes of whole layers are made at a time.
+    Other tensors are gathered in portions of `written_bytes` per rank and written. `dtype` None keeps their type. Every
+    rank writes its share. A file is larger than `max_shard_bytes` only if one tensor is. Everything is written beside
+    `directory`, and `directory` appears when it is complete. An existing one is replaced only if an earlier call wrote
+    it. Raises CheckpointError if it is not replaceable, or if writing fails.
 
-    Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
-    on gloo, which may be left out where `group` is gloo's.
+    Collective over: the ranks of `source_layout`. They form `group` (None for a single rank) and `cpu_group` (gloo).
+    `cpu_group` may be left out if `group` is a gloo group.
     """
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
@@ -226,8 +232,8 @@ def save_checkpoint(
 
 @contextmanager
 def _appearing(directory: Path, group: dist.ProcessGroup | None, *, first: bool) -> Iterator[Path]:
-    """A folder beside `directory` that takes its place once all ranks have left the block. Collective over: `group`, of
-    which the `first` rank makes it."""
+    """Yields a folder beside `directory`. It replaces `directory` once all ranks have left the block. The `first` rank
+    makes it. Collective over: `group`."""
     folder = partial_of(directory)
     if first:
         make_empty(folder)
@@ -251,8 +257,8 @@ def _parts(
 
 
 def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:
-    """Have the checkpoint folder `saved`, which lies beside it, be `directory`, with `notes` in it. CheckpointError as
-    in `save_checkpoint`. By one process."""
+    """Replaces `directory` by the checkpoint folder `saved` beside it, and adds `notes`. Only one process may call it.
+    Raises CheckpointError as `save_checkpoint` does."""
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
         _write_notes(saved, notes)
@@ -267,7 +273,7 @@ def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
 def _write_settings(
     folder: Path, architecture: Architecture, like: Path, dtype: torch.dtype, notes: Mapping[str, str]
 ) -> None:
-    """All that goes with the tensors."""
+    """Writes all files beside the tensors."""
     settings = _value_settings(architecture, like) if architecture.head == "value" else {}
     write_config(like, folder, str(dtype).removeprefix("torch."), settings)
     copy_carried_files(like, folder)
@@ -275,8 +281,11 @@ def _write_settings(
 
 
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:
-    """What config.json says of a model with one score. transformers counts the labels by their names, and takes the
-    score of a text from its last token that is no padding: the end of the text must not be taken for some."""
+    """Returns the entries of config.json for a model with one score.
+
+    transformers counts the labels by their names. It takes a text's score from the last token other than padding. So
+    the end-of-text token must not be the padding token.
+    """
     padding = read_object(like / CONFIG_FILE, "model.path").get("pad_token_id")
     return {
         **({"pad_token_id": None} if padding in architecture.eos_token_ids else {}),
@@ -295,7 +304,7 @@ def _refuse_foreign(directory: Path, like: Path, notes: Mapping[str, str]) -> No
 
 
 def _replaceable(directory: Path, like: Path, notes: Mapping[str, str]) -> bool:
-    """Whether an earlier save made `directory` and nothing was added to it since."""
+    """Returns whether an earlier save made `directory` and nothing was added since."""
     if not directory.is_dir():
         return False
     names = {path.name for path in directory.iterdir()}

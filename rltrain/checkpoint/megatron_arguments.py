@@ -1,4 +1,5 @@
-"""Megatron-LM's command line arguments that describe an architecture: written into checkpoints, compared with them."""
+"""Megatron-LM's command line arguments for an architecture. They are written into checkpoints and compared with
+them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,14 +34,14 @@ UNTOLD = {
     "no_save_rng": True,
     "finetune": False,
 }
-"""What Megatron-LM reads from a checkpoint's arguments and no architecture tells."""
+"""Arguments read by Megatron-LM from a checkpoint but independent of the architecture."""
 
 
 def megatron_arguments(
     architecture: Architecture, *, dtype: str, padded_vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """All that Megatron-LM and slime read from a checkpoint's arguments, by name, for weights of `dtype` (as torch
-    spells it). `padded_vocab_size` is as in GlobalTensors."""
+    """Returns the arguments read by Megatron-LM and slime from a checkpoint, by name, for weights of `dtype` (in
+    torch's spelling). `padded_vocab_size` is as in GlobalTensors."""
     padded_vocab_size = GlobalTensors(architecture, padded_vocab_size=padded_vocab_size).padded_vocab_size
     return {
         **UNTOLD,
@@ -56,7 +57,7 @@ def megatron_arguments(
 
 
 def describing(architecture: Architecture) -> dict[str, Any]:
-    """The arguments that follow from an architecture, by name, with the values that Megatron-LM must have for it."""
+    """Returns the arguments determined by an architecture, by name, with the values required by Megatron-LM."""
     described = {
         "add_bias_linear": architecture.mlp_bias,
         "swiglu": architecture.activation == "silu",
@@ -84,7 +85,7 @@ def describing(architecture: Architecture) -> dict[str, Any]:
 
 
 def _rope(architecture: Architecture) -> dict[str, Any]:
-    """Latent attention has YaRN's arguments by names of its own."""
+    """Returns the arguments of rotary embeddings. Latent attention has separate names for YaRN's arguments."""
     scaling = architecture.rope_scaling
     linear = scaling.factor if isinstance(scaling, LinearScaling) and architecture.sliding_rope_theta is None else None
     described: dict[str, Any] = {
@@ -125,7 +126,7 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
     moe = architecture.moe
     if moe is None:
         return {}
-    # Softmax over the chosen experts alone is what normalised shares are; without it the softmax goes over all.
+    # Normalised shares are a softmax over the chosen experts alone. Other shares are a softmax over all experts.
     return {
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_router_topk": moe.top_k,
@@ -143,13 +144,13 @@ IN_EFFECT_ONLY: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "moe_router_pre_softmax": lambda arguments: arguments.get("moe_router_score_function", "softmax") == "softmax",
     "rope_scaling_factor": lambda arguments: bool(arguments.get("use_rope_scaling")),
 }
-"""When an argument means anything, where it may have any value otherwise."""
+"""The condition for an argument to have an effect. Without effect it may have any value."""
 
 
 def compare_arguments(architecture: Architecture, arguments: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(name, value in the checkpoint, value expected) of the `arguments` that are not those of `architecture`.
+    """Returns (name, value in the checkpoint, value expected) of the `arguments` in conflict with `architecture`.
 
-    Arguments that the checkpoint does not have are not compared: Megatron-LM's programs differ in what they note.
+    Arguments missing in the checkpoint are not compared, because Megatron-LM's programs save different ones.
     """
     found = {**arguments, **_in_effect(architecture, arguments)}
     return [
@@ -162,7 +163,7 @@ def compare_arguments(architecture: Architecture, arguments: Mapping[str, Any]) 
 
 
 def _in_effect(architecture: Architecture, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What some arguments come to, given the others."""
+    """Returns the effective values of some arguments, given the others."""
     effect: dict[str, Any] = {}
     if arguments.get("group_query_attention") is False:
         effect["num_query_groups"] = arguments.get("num_attention_heads", architecture.num_heads)
@@ -176,10 +177,10 @@ def _in_effect(architecture: Architecture, arguments: Mapping[str, Any]) -> dict
     if arguments.get("disable_bias_linear") is True:
         effect["add_bias_linear"] = False
     if architecture.mla is None and arguments.get("rotary_scaling_factor") not in (None, 1.0):
-        effect["position_embedding_type"] = "yarn"  # by the names that latent attention has for it
+        effect["position_embedding_type"] = "yarn"  # under the names of latent attention
     return effect
 
 
 def _same(found: Any, expected: Any) -> bool:
-    """None and false mean the same in arguments, as 10000 and 10000.0 do."""
+    """Returns whether two values mean the same. So do None and false, and 10000 and 10000.0."""
     return found == expected or (not found and not expected)

@@ -1,9 +1,9 @@
-"""The tensors of Megatron's distributed checkpoints, and where a Hugging Face checkpoint's tensors lie in them.
+"""The tensors of Megatron's distributed checkpoints, and the places of a Hugging Face checkpoint's tensors in them.
 
-They are the parameters of a model that nothing divides, with Transformer Engine's names, whatever the layout of those
-who write or load. In dense models layers are stacked: a key without a number, and an axis of layers in front. Models
-with experts keep layers apart, with their numbers in the keys, as Megatron does where `moe_layer_freq` is a list; a
-layer's experts are stacked.
+They are the parameters of an undivided model, with Transformer Engine's names, for any layout of the writers or
+readers. In dense models layers are stacked: a key has no number, and its tensor has a first axis of layers. Models with
+experts have separate layers, with their numbers in the keys, as in Megatron with a list as `moe_layer_freq`. The
+experts of a layer are stacked.
 """
 
 import re
@@ -20,7 +20,7 @@ from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout,
 from rltrain.runtime.grid import Grid
 
 VOCAB_ROWS_MULTIPLE = 128
-"""What Megatron-LM pads the vocabulary to unless told otherwise (--make-vocab-size-divisible-by)."""
+"""The vocabulary's rows are padded to a multiple of it by default in Megatron-LM (--make-vocab-size-divisible-by)."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -41,8 +41,8 @@ LOCATION = np.dtype(
         ("key_col", np.int64),
     ]
 )
-"""A box of canonical tensor number `tensor` that begins at (key_row, key_col) of matrix number `leading` of key number
-`key`. Global tensors are seen as stacks of matrices, in C order of their leading axes; a vector is one row."""
+"""A box of canonical tensor number `tensor`. It begins at (key_row, key_col) of matrix number `leading` of key number
+`key`. Global tensors are seen as stacks of matrices, in C order of their leading axes. A vector is one row."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalMatrix:
-    """One matrix or vector of a global tensor: its place along the tensor's leading axes, and its own shape.
+    """One matrix or vector of a global tensor, with its indices along the tensor's leading axes and its own shape.
 
-    `layer` and `expert` are None where it belongs to none. `row` is that of the family's table.
+    `layer` and `expert` are None if it belongs to none. `row` is its row in the family's table.
     """
 
     key: str
@@ -72,10 +72,9 @@ class GlobalMatrix:
 class GlobalTensors:
     """The global tensors of `architecture`.
 
-    `padded_vocab_size` are the rows of its embedding, by default as many as Megatron-LM makes them; rows beyond the
-    vocabulary are zero. `stacked` is whether layers are stacked, by default where no layer has experts or is a delta
-    net.
-    CheckpointError where `padded_vocab_size` is less than the vocabulary.
+    `padded_vocab_size` is the number of rows of its embedding. The default is Megatron-LM's. Rows beyond the vocabulary
+    are zero. If `stacked`, layers are stacked. By default they are unless some layer has experts or is a delta net.
+    Raises CheckpointError if `padded_vocab_size` is less than the vocabulary.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class GlobalTensors:
         undivided = megatron_layout(architecture, Grid((0,)), transformer_engine=True).part(0)
         self.matrices = tuple(self._named(undivided.parameters))
         self._num_leading = {matrix.key: len(matrix.leading) for matrix in self.matrices}
-        # The last matrix of a key has the largest places.
+        # The last matrix of a key has the largest indices.
         self.shapes = {m.key: (*(place + 1 for place in m.leading), *m.shape) for m in self.matrices}
-        """Of the global tensors, by key."""
+        """Shapes of the global tensors, by key."""
         self.keys = tuple(self.shapes)
         boxes = self._located(undivided.pieces)
         self._by_tensor = boxes[np.argsort(boxes["tensor"], kind="stable")]
@@ -104,13 +103,14 @@ class GlobalTensors:
         self._numbers = {(matrix.key, matrix.leading): number for number, matrix in enumerate(self.matrices)}
         float32 = element_types(architecture, "bfloat16") == ElementType.FLOAT32
         self.float32_keys = frozenset(self.keys[number] for number in boxes["key"][float32[boxes["tensor"]]])
-        """Of the tensors that have this type whatever the model's is."""
+        """Keys of the tensors with type fp32 in a model of any type."""
 
     @classmethod
     def stored_as(cls, architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> "GlobalTensors":
-        """Those of a checkpoint whose tensors have `shapes`: stacked and padded as they are there.
+        """Returns the global tensors of a checkpoint with tensors of these `shapes`. They are stacked and padded as in
+        the checkpoint.
 
-        CheckpointError where keys are missing or left over, or shapes are not those of `architecture`.
+        Raises CheckpointError if keys are missing or unknown, or if shapes do not fit `architecture`.
         """
         tensors = cls(
             architecture,
@@ -121,7 +121,7 @@ class GlobalTensors:
         return tensors
 
     def refuse_others(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """CheckpointError unless `shapes` are those of exactly these tensors."""
+        """Raises CheckpointError unless `shapes` are the shapes of exactly these tensors."""
         differing = [key for key, shape in self.shapes.items() if tuple(shapes.get(key, shape)) != shape]
         problems = {
             "the checkpoint lacks": [key for key in self.shapes if key not in shapes],
@@ -137,12 +137,12 @@ class GlobalTensors:
             )
 
     def location(self, tensor: int) -> Array:
-        """LOCATIONs of the boxes that canonical tensor number `tensor` consists of."""
+        """Returns the boxes of canonical tensor number `tensor` [LOCATION]."""
         first, stop = np.searchsorted(self._by_tensor["tensor"], [tensor, tensor + 1])
         return self._by_tensor[first:stop]
 
     def chunk_of(self, box: np.void) -> TensorChunk:
-        """Where the box of a LOCATION lies."""
+        """Returns the place of a box [LOCATION] in its global tensor."""
         key = self.keys[box["key"]]
         num_leading, shape = self._num_leading[key], self.shapes[key]
         leading = np.unravel_index(int(box["leading"]), shape[:num_leading]) if num_leading else ()
@@ -151,14 +151,15 @@ class GlobalTensors:
         return TensorChunk(key, (*map(int, leading), *at[inner:]), (1,) * num_leading + size[inner:])
 
     def chunk(self, matrix: GlobalMatrix, offsets: tuple[int, ...], shape: tuple[int, ...]) -> TensorChunk:
-        """A box of one matrix, whose `offsets` and `shape` are those in the matrix."""
+        """Returns a box of one matrix. `offsets` and `shape` are relative to the matrix."""
         leading = matrix.leading
         return TensorChunk(matrix.key, leading + offsets, (1,) * len(leading) + shape)
 
     def inside(self, chunk: TensorChunk) -> Array:
-        """LOCATIONs of what lies in `chunk`, a part of one matrix, with key_row and key_col counted from its beginning.
+        """Returns the boxes [LOCATION] inside `chunk`, a part of one matrix. Their key_row and key_col count from its
+        beginning.
 
-        What they leave over is padding.
+        The rest of the chunk is padding.
         """
         num_leading = self._num_leading[chunk.key]
         number = self._numbers[chunk.key, chunk.offsets[:num_leading]]
@@ -173,7 +174,7 @@ class GlobalTensors:
         return boxes[(boxes["rows"] > 0) & (boxes["cols"] > 0)]
 
     def _named(self, parameters: Parameters) -> Iterator[GlobalMatrix]:
-        """The parameters of an undivided model as matrices, in their order."""
+        """Yields the parameters of an undivided model as matrices, in their order."""
         rows = self._rows()
         for name, shape in parameters:
             if name == EMBEDDING or (name == HEAD and self.architecture.head == "vocabulary"):
@@ -184,7 +185,7 @@ class GlobalTensors:
             yield GlobalMatrix(key, tuple(i for i in leading if i is not None), shape, layer, expert, rows[plain])
 
     def _rows(self) -> dict[str, Row]:
-        """The table's row of every parameter, by its name without numbers."""
+        """Returns the table's row of every parameter, by its name without numbers."""
         table = table_of(self.architecture)
         rows = [table.embedding, *table.final_norm, table.head]
         for kind in set(self.architecture.layer_kinds):
@@ -193,7 +194,7 @@ class GlobalTensors:
         return {_address(TRANSFORMER_ENGINE.name(row).format(layer=0, expert=0))[0]: row for row in rows}
 
     def _located(self, pieces: Array) -> Array:
-        """LOCATIONs of the pieces of an undivided model's parameters."""
+        """Returns the pieces of an undivided model's parameters as boxes [LOCATION]."""
         boxes = np.empty(len(pieces), LOCATION)
         for field in BOX_FIELDS:
             boxes[field] = pieces[field]
@@ -213,7 +214,8 @@ class GlobalTensors:
 
 
 def _address(name: str) -> tuple[str, int | None, int | None]:
-    """(key without numbers, layer, expert) of a parameter of an undivided model; None where it belongs to none."""
+    """Returns (key without numbers, layer, expert) of a parameter of an undivided model. Layer or expert is None if it
+    belongs to none."""
     in_layer = LAYER.fullmatch(name)
     if not in_layer:
         return name, None, None
@@ -225,9 +227,9 @@ def _address(name: str) -> tuple[str, int | None, int | None]:
 
 
 def extra_state_keys(tensors: GlobalTensors) -> list[str]:
-    """Keys of the objects that models of Transformer Engine's modules save and ask for beside their parameters.
+    """Returns the keys of the extra objects saved and expected by Transformer Engine's modules.
 
-    Without FP8 all are empty. Every module that could have one is named: who loads leaves out what it does not know.
+    Without FP8 all are empty. Every module with a possible object is named, because loaders ignore unknown keys.
     """
     keys: dict[str, None] = {}
     for matrix in tensors.matrices:

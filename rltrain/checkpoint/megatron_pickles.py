@@ -1,7 +1,7 @@
-"""Reading pickles of Megatron checkpoints as data: nothing that a pickle names is ever imported or called.
+"""Reads pickles of Megatron checkpoints as data. It never imports or calls anything named in a pickle.
 
-What a pickle would import is replaced by a Record that only notes what would have been called with what. Names outside
-the packages whose objects checkpoints are known to hold are refused, since they say that somebody wants more than data.
+Imports of a pickle are replaced by a Record. A Record only notes the name and arguments of the call. Names outside the
+packages of known checkpoint objects are refused, because loading such a pickle could run code.
 """
 
 import io
@@ -35,7 +35,7 @@ DATA_PACKAGES = (
     "types",
 )
 DATA_BUILTINS = ("bytearray", "complex", "frozenset", "getattr", "object", "range", "set", "slice")
-"""Of these getattr names the members of enumerations."""
+"""Builtins allowed as data. getattr names the members of enumerations."""
 
 BUILTINS_IN_OLD_PROTOCOLS = {"__builtin__": "builtins"}
 
@@ -47,11 +47,11 @@ PLAIN = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
 }
-"""What is made as it is, because other objects are kept in it or compared with it."""
+"""Types made for real, because other objects are kept in them or compared with them."""
 
 
 class Record:
-    """An object of a pickle: the name of its class or of the function that makes it, its arguments, state and items."""
+    """An object of a pickle: the name of its class or factory function, its arguments, state and items."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -77,7 +77,7 @@ class Record:
 
 
 class _Data(pickle.Unpickler):
-    """Makes Records in place of objects."""
+    """An unpickler for Records instead of objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = BUILTINS_IN_OLD_PROTOCOLS.get(module, module)
@@ -90,24 +90,26 @@ class _Data(pickle.Unpickler):
         return type(name, (Record,), {"name": full})
 
     def persistent_load(self, pid: Any) -> Any:
-        """Storages of tensors, which lie beside the pickle: none is needed."""
+        """Returns a Record for a tensor's storage. Storages are beside the pickle, and none is needed."""
         return Record(pid)
 
 
 class _Refused(Exception):  # noqa: N818 - names what was found
-    """The pickle names something that is no data."""
+    """The pickle names something other than data."""
 
 
 def read_pickle(path: Path) -> Any:
-    """What the file `path` holds. CheckpointError where it is missing, damaged or names what is no data."""
+    """Returns the contents of the pickle `path`. Raises CheckpointError if it is missing, damaged or names something
+    other than data."""
     with _opened(path) as file:
         return unpickle(file, str(path))
 
 
 def read_torch_pickle(path: Path, offset: int = 0, length: int = -1) -> Any:
-    """Returns what torch.save wrote into `path`, or into `length` bytes of it from `offset`, without tensors.
+    """Returns the object written by torch.save into `path`, or into `length` bytes of it from `offset`, without
+    tensors.
 
-    CheckpointError as for read_pickle.
+    Raises CheckpointError as read_pickle does.
     """
     with _opened(path) as file:
         try:
@@ -128,20 +130,22 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def unpickle(file: IO[bytes], where: str) -> Any:
-    """What a pickle holds. CheckpointError, which begins with `where`, where it is damaged or names what is no data."""
+    """Returns the contents of a pickle. Raises CheckpointError if it is damaged or names something other than data. The
+    message begins with `where`."""
     try:
         return _Data(file).load()
     except _Refused as refused:
         raise CheckpointError(
-            f"{where} asks for {refused}, which is no data: loading it could run code. The file was not loaded; get "
-            "the checkpoint from where you trust it"
+            f"{where} asks for {refused}, which is no data: loading it could run code. The file was not loaded. Get "
+            "the checkpoint from a trusted source"
         ) from None
-    except Exception as problem:  # a damaged pickle can raise almost anything
+    except Exception as problem:  # damaged pickles raise almost anything
         raise CheckpointError(f"{where} is damaged: {problem!r}") from None
 
 
 def plain(value: Any) -> Any:
-    """`value` with simple namespaces as dicts, members of enumerations as their values, paths and types as strings."""
+    """Returns `value` as plain data: simple namespaces as dicts, members of enumerations as their values, paths and
+    types as strings."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -157,10 +161,10 @@ def plain(value: Any) -> Any:
     return plain(value.arguments[-1]) if value.arguments else value.name
 
 
-# Tensors that torch.save wrote, as views of the mapped file: nothing is copied, and nothing of it is run.
+# Tensors written by torch.save, as views of the mapped file. Nothing is copied, and no code of the file is run.
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
-"""The function that a pickled tensor names where it is nothing but a tensor."""
+"""The function named by a pickled plain tensor."""
 
 STORAGES = {
     "torch.FloatStorage": torch.float32,
@@ -169,22 +173,22 @@ STORAGES = {
 }
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""What stands before a file of an archive: the signature, and the lengths of its name and of what fills up to it."""
+"""The header before a file of an archive: the signature, and the lengths of its name and of the padding after it."""
 LOCAL_SIGNATURE = b"PK\3\4"
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file that is not empty. Memory that is private to this process, as torch wants it to be writable;
-    no descriptor stays open. RuntimeError where it cannot be read."""
+    """Returns the bytes of a file, mapped into memory. The file must not be empty. The memory is private to this
+    process, because torch wants it writable. No descriptor stays open. Raises RuntimeError if it cannot be read."""
     size = path.stat().st_size
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy().data
 
 
 def saved_tensor(saved: memoryview, where: str) -> Tensor:
-    """The tensor that torch.save made `saved` of, as a view of it.
+    """Returns the tensor in `saved`, bytes written by torch.save, as a view of them.
 
-    CheckpointError where that is something else, compressed or of another byte order; `where` begins its message. Other
-    exceptions where it is damaged. Checksums are not compared.
+    Raises CheckpointError if they are something else, compressed or of another byte order. The message begins with
+    `where`. Raises other exceptions if they are damaged. Checksums are not compared.
     """
     records = _records(saved, where)
     byte_order = bytes(records.get("byteorder", b"little")).decode()
@@ -193,26 +197,26 @@ def saved_tensor(saved: memoryview, where: str) -> Tensor:
     found = unpickle(io.BytesIO(records["data.pkl"]), where)
     made_by = found.name if isinstance(found, Record) else type(found).__name__
     if made_by != REBUILD:
-        raise CheckpointError(f"{where} holds what {made_by} makes; expected a plain tensor, which {REBUILD} makes")
+        raise CheckpointError(f"{where} holds an object made by {made_by}; expected a plain tensor, made by {REBUILD}")
     storage, offset, shape, strides, *_ = found.arguments
     _, kind, key, _, num_elements = storage.arguments[0]
     if kind.name not in STORAGES:
         raise CheckpointError(f"{where} holds a {kind.name}; expected {one_of(kind.name, STORAGES)}")
     values, dtype = records[f"data/{key}"], STORAGES[kind.name]
     if len(values) != num_elements * dtype.itemsize:
-        raise ValueError(f"{num_elements} elements of {dtype} lie in {len(values)} bytes")
-    return torch.frombuffer(values, dtype=dtype).as_strided(shape, strides, offset)  # which looks at the bounds
+        raise ValueError(f"{num_elements} elements of {dtype} are in {len(values)} bytes")
+    return torch.frombuffer(values, dtype=dtype).as_strided(shape, strides, offset)  # checks the bounds
 
 
 def _records(archive: memoryview, where: str) -> Mapping[str, memoryview]:
-    """The files of a zip archive, by their names in its only folder."""
+    """Returns the files of a zip archive, by their names in its only folder."""
     with zipfile.ZipFile(cast(IO[bytes], _Opened(archive))) as opened:
         return {entry.filename.partition("/")[2]: _record(archive, entry, where) for entry in opened.infolist()}
 
 
 def _record(archive: memoryview, entry: zipfile.ZipInfo, where: str) -> memoryview:
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"{where} holds {entry.filename} compressed; expected it as it is in memory")
+        raise CheckpointError(f"{where} holds {entry.filename} compressed; expected it uncompressed")
     signature, name_length, filling_length = LOCAL_HEADER.unpack_from(archive, entry.header_offset)
     begin = entry.header_offset + LOCAL_HEADER.size + name_length + filling_length
     record = archive[begin : begin + entry.file_size]
@@ -222,7 +226,7 @@ def _record(archive: memoryview, entry: zipfile.ZipInfo, where: str) -> memoryvi
 
 
 class _Opened(io.RawIOBase):
-    """Memory as a file to read."""
+    """A readable file in memory."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._at = memory, 0
@@ -248,23 +252,24 @@ class _Opened(io.RawIOBase):
         return len(found)
 
 
-# What torch.save makes of a tensor, around elements that are written piece by piece: none need be in memory.
+# The format of torch.save around the elements of a tensor. Elements are written piece by piece, so they need not be in
+# memory.
 
 DESCRIPTOR_SIGNATURE, ENTRY_SIGNATURE = b"PK\7\x08", b"PK\1\2"
 CRC_IN_DESCRIPTOR, CRC_IN_ENTRY, ENTRY_BYTES = 4, 16, 46
-"""Where a zip archive has a file's checksum: behind the file, and in its entry of the directory, before its name."""
+"""Positions of a file's checksum in a zip archive: after the file, and in its directory entry, before its name."""
 ELEMENTS = b"archive/data/0"
 
 
 @dataclass(frozen=True)
 class Around:
-    """`before` the elements, and `behind` them if they had the checksum 0."""
+    """The bytes before the elements, and the bytes after elements with the checksum 0."""
 
     before: bytes
     behind: bytes
 
     def closing(self, crc32: int) -> bytes:
-        """What stands behind elements of that checksum."""
+        """Returns the bytes after elements with this checksum."""
         closing = bytearray(self.behind)
         for at in _checksum_places(self.behind):
             closing[at : at + 4] = crc32.to_bytes(4, "little")
@@ -272,10 +277,10 @@ class Around:
 
 
 def around_elements(shape: tuple[int, ...], dtype: torch.dtype) -> Around:
-    """What torch.save makes of a contiguous tensor that is not empty, without its elements."""
+    """Returns the output of torch.save for a contiguous, non-empty tensor, without its elements."""
     file = _Hollow()
     with skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))  # memory that is not touched takes no room
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))  # untouched memory takes no room
     before, *behind = file.parts
     if len(behind) != 1:
         raise RuntimeError(f"torch {torch.__version__} leaves {len(behind)} holes for a tensor's elements, not one")
@@ -283,7 +288,7 @@ def around_elements(shape: tuple[int, ...], dtype: torch.dtype) -> Around:
 
 
 class _Hollow:
-    """A file to write to that begins another part where something is left out."""
+    """A writable file. It begins another part at every gap."""
 
     def __init__(self) -> None:
         self.parts = [io.BytesIO()]
@@ -305,5 +310,5 @@ def _checksum_places(behind: bytes) -> Iterator[int]:
         (ENTRY_SIGNATURE, in_directory, CRC_IN_ENTRY),
     ):
         if behind[begin : begin + 4] != signature or any(behind[begin + at : begin + at + 4]):
-            raise RuntimeError(f"torch {torch.__version__} writes another archive around a tensor than is known here")
+            raise RuntimeError(f"torch {torch.__version__} writes tensors in an unknown archive format")
         yield begin + at

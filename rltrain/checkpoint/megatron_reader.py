@@ -1,4 +1,4 @@
-"""Reading a Megatron checkpoint box by box."""
+"""Reads a Megatron checkpoint box by box."""
 
 import json
 import re
@@ -28,16 +28,16 @@ from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.table import IntArray
 from rltrain.runtime.json_text import read_json
 
-# The files of a Megatron checkpoint beside its chunks, and which chunk lies where.
+# The files of a Megatron checkpoint beside its chunks, and the place of each chunk.
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""In the place of a number: weights to start from, without optimizer and iteration."""
+"""The name of an iteration with weights to start from, without optimizer and number."""
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""The object that later releases of Megatron write in place of the file. They read either."""
+"""The object written by later releases of Megatron instead of the file. They read both."""
 FORMAT_FILE = "metadata.json"
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -49,7 +49,7 @@ FORMAT = {
 
 @dataclass(frozen=True)
 class Stored:
-    """`length` bytes from `offset` of `file` hold what torch.save makes of a box of a tensor."""
+    """A box of a tensor as written by torch.save: `length` bytes of `file` from `offset` on."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor and its chunks; `dtype` as torch spells it."""
+    """A global tensor and its chunks. `dtype` is in torch's spelling."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -68,14 +68,14 @@ class StoredTensor:
 
 
 def iteration_name(iteration: int | None) -> str:
-    """The folder of an iteration; None is a release."""
+    """Returns the name of an iteration's folder. None means a release."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def write_metadata(
     folder: Path, tensors: Mapping[str, StoredTensor], objects: Iterable[str], stored_object: Stored
 ) -> None:
-    """Write what says where everything lies: `tensors`, and `objects`, which are all the same one."""
+    """Writes the places of `tensors` and of `objects`. All objects are `stored_object`."""
     metadata = Metadata({}, planner_data={})
     results = []
     for key, tensor in tensors.items():
@@ -97,22 +97,22 @@ def _result(index: MetadataIndex, stored: Stored) -> WriteResult:
 
 
 def read_format(folder: Path) -> None:
-    """CheckpointError unless `folder` says that it has this format."""
+    """Raises CheckpointError unless `folder` names this format."""
     path = folder / FORMAT_FILE
     try:
         found = read_json(path)["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path} does not tell the checkpoint's format: {problem}") from None
+        raise CheckpointError(f"{path} does not name the checkpoint's format: {problem}") from None
     if found != FORMAT["sharded_backend"]:
         raise CheckpointError(
-            f"{path}: sharded_backend is {found!r}; expected {FORMAT['sharded_backend']!r}: no other format is read"
+            f"{path}: sharded_backend is {found!r}; expected {FORMAT['sharded_backend']!r}, the only supported format"
         )
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Stored | None]]:
-    """Returns (tensors, other objects) by key; None stands for an object that lies nowhere.
+    """Returns (tensors, other objects) by key. An object is None if it is not stored.
 
-    CheckpointError where the file is damaged or not understood.
+    Raises CheckpointError if the file is damaged or not understood.
     """
     path = folder / METADATA_FILE
     pickled = read_pickle(path)
@@ -151,22 +151,22 @@ def _stored(place: Mapping[str, Any], offsets: tuple[int, ...], shape: tuple[int
 
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
-"""How the keys begin of what a checkpoint holds beside the model."""
+"""Beginnings of the keys of training state, kept in a checkpoint beside the model."""
 
 MAX_FOUND = 64
-"""Chunks, of which some lie in one canonical tensor."""
+"""Maximum number of chunks kept in memory. Several of them may belong to one canonical tensor."""
 
 EXTRA_STATE = "._extra_state"
-"""In the keys of what modules of Transformer Engine keep for FP8."""
+"""Part of the keys of FP8 state in Transformer Engine's modules."""
 
 
 class MegatronReader:
-    """A checkpoint's folder: its root, whose tracker file names the iteration to take, or that of an iteration.
+    """A checkpoint's folder. It is the root with a tracker file for the iteration, or the folder of an iteration.
 
-    `tensors` are the shapes and types of the model's tensors, by key; `ignored` the keys of all else.
-    `architecture_arguments` are Megatron-LM's arguments as plain values, empty where the checkpoint has none;
-    `iteration` is 0 in a release. `option` is the config key or option that names the folder, for messages.
-    CheckpointError where a file is missing, cut short, damaged, or names what is no data.
+    `tensors` are the shapes and types of the model's tensors, by key. `ignored` are all other keys.
+    `architecture_arguments` are Megatron-LM's arguments as plain values, empty if the checkpoint has none. `iteration`
+    is 0 in a release. `option` is the config key or option of the folder, for messages. Raises CheckpointError if a
+    file is missing, cut short or damaged, or if a pickle names something other than data.
     """
 
     def __init__(self, path: Path, option: str) -> None:
@@ -183,7 +183,7 @@ class MegatronReader:
         unknown = sorted(key for key in objects if not _is_state(key) and key != COMMON_OBJECT)
         if unknown:
             raise self._error(
-                f"{self.folder} holds what is neither a tensor nor known as state of training: {listed(unknown, 8)}"
+                f"{self.folder} holds objects other than tensors and known training state: {listed(unknown, 8)}"
             )
         self.ignored = sorted(filter(_is_state, (*objects, *self._stored)))
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -197,7 +197,7 @@ class MegatronReader:
         self._found: dict[Stored, Tensor] = {}
 
     def _common(self, objects: Mapping[str, Stored | None]) -> dict[str, Any]:
-        """Returns what belongs to the whole checkpoint: Megatron-LM's arguments and the iteration."""
+        """Returns the data of the whole checkpoint: Megatron-LM's arguments and the iteration."""
         path, stored = self.folder / COMMON_FILE, objects.get(COMMON_OBJECT)
         if path.exists() or stored is None:
             found = plain(read_torch_pickle(path))
@@ -206,7 +206,7 @@ class MegatronReader:
             found = plain(read_torch_pickle(path, stored.offset, stored.length))
             found = found[0] if isinstance(found, list) and len(found) == 1 else found
         if not isinstance(found, dict):
-            raise CheckpointError(f"{path} holds {type(found).__name__} in place of the checkpoint's arguments")
+            raise CheckpointError(f"{path} holds {type(found).__name__}; expected the checkpoint's arguments")
         return found
 
     def _path(self, name: str) -> Path:
@@ -216,10 +216,10 @@ class MegatronReader:
         return path
 
     def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The box [*shape] of tensor `key` that begins at `offsets`, as stored.
+        """Returns the box [*shape] of tensor `key` from `offsets` on, as stored.
 
-        A view of the mapped file where one of its chunks holds the box, else a copy. CheckpointError where the file is
-        damaged or its chunks leave out part of the box.
+        The result is a view of the mapped file if one chunk has the whole box, else a copy. Raises CheckpointError if
+        the file is damaged or if its chunks leave out a part of the box.
         """
         begins, stops = self._bounds[key]
         low, high = np.maximum(begins, offsets), np.minimum(stops, np.add(offsets, shape))
@@ -232,7 +232,7 @@ class MegatronReader:
         if num_read != prod(shape):
             raise self._error(
                 f"the chunks of {key} in {self.folder} hold {num_read} of the {prod(shape)} elements of the box "
-                f"{list(shape)} at {list(offsets)}: the checkpoint is incomplete or holds some twice"
+                f"{list(shape)} at {list(offsets)}. The checkpoint is incomplete or holds some twice"
             )
         if len(parts) == 1:
             return parts[0][1]
@@ -242,7 +242,8 @@ class MegatronReader:
         return values
 
     def _chunk(self, key: str, chunk: Stored) -> Tensor:
-        """A view of the mapped file; those of the last chunks are kept, of which one part after the other is read."""
+        """Returns a chunk as a view of the mapped file. The last chunks are kept, because their parts are read one
+        after another."""
         if chunk not in self._found:
             if len(self._found) >= MAX_FOUND:
                 self._found.clear()
@@ -255,11 +256,11 @@ class MegatronReader:
             if chunk.file not in self._files:
                 self._files[chunk.file] = map_file(path)
             window = self._files[chunk.file][chunk.offset : chunk.offset + chunk.length]
-            stored = saved_tensor(window, f"{path}, byte {chunk.offset}, where {key} lies,")
+            stored = saved_tensor(window, f"{path}, byte {chunk.offset} (tensor {key}),")
         except CheckpointError as refused:
             raise self._error(str(refused)) from None
         except Exception as problem:  # damaged files raise almost anything
-            raise self._error(f"{path} is damaged at byte {chunk.offset}, where {key} lies: {problem}") from None
+            raise self._error(f"{path} is damaged at byte {chunk.offset} (tensor {key}): {problem}") from None
         shape, dtype = chunk.shape, self.tensors[key][1]
         if stored.shape != shape or stored.dtype != dtype:
             raise self._error(
@@ -269,7 +270,7 @@ class MegatronReader:
         return stored
 
     def _refuse_cut_files(self) -> None:
-        """Tell files that are missing or too short before anything is read."""
+        """Raises CheckpointError about missing or short files before anything is read."""
         needed: dict[str, int] = {}
         for key in self.tensors:
             for chunk in self._stored[key].chunks:
@@ -280,7 +281,7 @@ class MegatronReader:
             except CheckpointError as problem:
                 raise self._error(str(problem)) from None
             if not path.is_file():
-                raise self._error(f"{path} does not exist, but {METADATA_FILE} names it: the checkpoint is incomplete")
+                raise self._error(f"{path} does not exist, but {METADATA_FILE} names it. The checkpoint is incomplete")
             if path.stat().st_size < length:
                 raise self._error(
                     f"{path} has {path.stat().st_size} bytes; expected at least {length}: it was cut short"
@@ -291,7 +292,7 @@ class MegatronReader:
 
 
 def _bounds(stored: StoredTensor) -> tuple[IntArray, IntArray]:
-    """[chunks, dimensions] each: where the chunks begin in the tensor, and where they stop."""
+    """Returns the begin and the end of every chunk in the tensor, shape [chunks, dimensions] each."""
     places = np.array([(chunk.offsets, chunk.shape) for chunk in stored.chunks], dtype=np.int64)
     places = places.reshape(len(stored.chunks), 2, len(stored.shape))
     return places[:, 0], places[:, 0] + places[:, 1]
@@ -316,11 +317,11 @@ def _iteration_folder(path: Path) -> Path:
         )
     named = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if named != RELEASE and not re.fullmatch(r"\d+", named):
-        raise CheckpointError(f'{tracker} says {named!r}; expected the number of an iteration or "{RELEASE}"')
+        raise CheckpointError(f'{tracker} holds {named!r}; expected the number of an iteration or "{RELEASE}"')
     folder = path / iteration_name(None if named == RELEASE else int(named))
     if not (folder / METADATA_FILE).is_file():
         raise CheckpointError(
-            f"{folder / METADATA_FILE} does not exist, but {tracker.name} says {named}: the checkpoint is incomplete "
-            "or of another format; only the distributed one is read (--ckpt-format torch_dist)"
+            f"{folder / METADATA_FILE} does not exist, but {tracker.name} names {named}. The checkpoint is "
+            "incomplete or has another format than the supported one (--ckpt-format torch_dist)"
         )
     return folder

@@ -1,4 +1,4 @@
-"""Serves files of a node's memory to other nodes, and fetches the ranges that a node lacks."""
+"""Serves files of a node's memory to other nodes, and fetches missing ranges of them."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ from rltrain.errors import CheckpointError
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of
 
-# Ranges of a file's bytes, [from, to): which ones to ask for, where some are there already.
+# Ranges [begin, end) of a file's bytes, and the choice of ranges to fetch.
 
 
 class ByteSpan(NamedTuple):
@@ -33,7 +33,7 @@ class ByteSpan(NamedTuple):
 
 
 def merged(spans: Iterable[ByteSpan], gap: int = 0) -> list[ByteSpan]:
-    """In order and apart: what lies between two that are no more than `gap` from each other is taken too."""
+    """Returns the spans sorted and without overlaps. Spans with at most `gap` bytes between them are joined."""
     found: list[ByteSpan] = []
     for span in sorted(span for span in spans if span.begin < span.end):
         if found and span.begin <= found[-1].end + gap:
@@ -44,7 +44,7 @@ def merged(spans: Iterable[ByteSpan], gap: int = 0) -> list[ByteSpan]:
 
 
 def without(spans: Iterable[ByteSpan], there: Iterable[ByteSpan]) -> list[ByteSpan]:
-    """What of `spans` is not in `there`; both are as `merged` returns them."""
+    """Returns the parts of `spans` outside `there`. Both must be results of `merged`."""
     found, held = [], [*there]
     for begin, end in spans:
         for other in held:
@@ -57,7 +57,8 @@ def without(spans: Iterable[ByteSpan], there: Iterable[ByteSpan]) -> list[ByteSp
 
 
 def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterator[ByteSpan]:
-    """Of elements of a tensor whose bytes are from `begin` on. Rows that are near each other are one span."""
+    """Yields the spans of elements of a tensor with its bytes from `begin` on. Rows at most `gap` bytes apart are one
+    span."""
     first, row_bytes, stride_bytes = begin + rows.first * item_bytes, rows.cols * item_bytes, rows.stride * item_bytes
     if rows.rows and stride_bytes - row_bytes <= gap:
         yield ByteSpan(first, first + (rows.rows - 1) * stride_bytes + row_bytes)
@@ -66,22 +67,22 @@ def spans_of(rows: TensorRows, begin: int, item_bytes: int, gap: int) -> Iterato
         yield ByteSpan(first + row * stride_bytes, first + row * stride_bytes + row_bytes)
 
 
-# Files of a node's memory for other nodes of the job, over TCP: the node that wants one asks for it.
+# Files of a node's memory for other nodes of the job, over TCP. The node in need of a file asks for it.
 #
-# A request is a line of JSON with the job's token and the file's name; the answer is the file's size in eight bytes,
-# most significant first, and its bytes. Where the request has a list of spans, these follow the size instead, each
-# with its checksum in four bytes. Nothing of it goes through the job's process groups, so threads may ask at any time.
+# A request is a line of JSON with the job's token and the file's name. The answer is the file's size in eight bytes,
+# most significant first, and its bytes. If the request has a list of spans, these follow the size instead, each with
+# its checksum in four bytes. The job's process groups are not used, so threads may ask at any time.
 
 TIMEOUT_S = 60.0
-"""Without a byte from the other side."""
+"""Seconds without a byte from the other side."""
 SIZE_BYTES, CRC_BYTES = 8, 4
 MAX_REQUEST_BYTES = 1 << 16
 MAX_SPANS = 1000
-"""In a request."""
+"""Spans per request."""
 
 
 class Address(NamedTuple):
-    """Of a FileServer: what a client needs."""
+    """The address of a FileServer for its clients."""
 
     host: str
     port: int
@@ -89,7 +90,7 @@ class Address(NamedTuple):
 
 
 class FileServer:
-    """Serves what lies below `root` to whoever knows the token, from threads of its own until it is closed."""
+    """A server of the files below `root` for clients with the token. It runs in separate threads until it is closed."""
 
     def __init__(self, root: Path, host: str) -> None:
         self._root = root.resolve()
@@ -98,7 +99,7 @@ class FileServer:
         JobThread(target=self._accept, name="memory checkpoint server", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more requests; those under way are answered."""
+        """Refuses further requests. Requests under way are still answered."""
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
         finally:
@@ -126,11 +127,12 @@ class FileServer:
                         peer.sendfile(file)
                     else:
                         _send_spans(peer, file, spans)
-            except OSError:  # the other side sees that the connection has ended, and says what it lacks
+            except OSError:  # the other side sees the end of the connection and reports what is missing
                 return
 
     def _asked_for(self, peer: socket.socket) -> tuple[Path, list[ByteSpan] | None] | None:
-        """The file and what of it, None for all; None where the peer may not have it."""
+        """Returns the requested file and its spans, or None for the spans if all of it is requested. Returns None if
+        the peer may not have it."""
         with peer.makefile("rb") as lines:
             line = lines.readline(MAX_REQUEST_BYTES)
         try:
@@ -146,7 +148,7 @@ class FileServer:
 
 
 def _send_spans(peer: socket.socket, file: FileIO, spans: Sequence[ByteSpan]) -> None:
-    """OSError where the file is shorter."""
+    """Sends spans with their checksums. Raises OSError if the file is shorter."""
     block = memoryview(bytearray(READ_BYTES))
     for span in spans:
         crc, left = 0, span.end - span.begin
@@ -161,13 +163,13 @@ def _send_spans(peer: socket.socket, file: FileIO, spans: Sequence[ByteSpan]) ->
 
 
 def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing: threading.Event) -> str | None:
-    """Copy the file `name` of a server to `path`, in pieces of READ_BYTES. What went wrong, in words, or None: there is
-    no file at `path` then."""
+    """Copies the file `name` of a server to `path`, in pieces of READ_BYTES. Returns None, or a description of the
+    failure. After a failure there is no file at `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _receive(address, name, path, closing)
     except OSError as error:
-        with suppress(OSError):  # its folder may be what there is no room for
+        with suppress(OSError):  # there may be no room even for its folder
             path.unlink()
         return f"{name} from {address.host}: {error.strerror or error}"
     if found != expected:
@@ -180,10 +182,10 @@ def fetch(address: Address, name: str, path: Path, expected: FileRecord, closing
 def received(
     address: Address, name: str, num_bytes: int, spans: Sequence[ByteSpan]
 ) -> Iterator[tuple[int, memoryview]]:
-    """(where, bytes) of `spans` of the file `name`, which has `num_bytes`, piece by piece in memory that is used again.
+    """Yields (offset, bytes) of `spans` of the file `name` with `num_bytes`, piece by piece. All pieces are in the same
+    memory.
 
-    CheckpointError, perhaps after some pieces, which are then not to be used, where they do not come or have changed
-    on their way.
+    Raises CheckpointError if pieces do not arrive or have changed on their way. Earlier pieces must then not be used.
     """
     block = memoryview(bytearray(READ_BYTES))
     for first in range(0, len(spans), MAX_SPANS):
@@ -216,13 +218,13 @@ def _receive(address: Address, name: str, path: Path, closing: threading.Event) 
 
 @contextmanager
 def _answer(address: Address, request: dict[str, Any]) -> Iterator[tuple[int, BinaryIO]]:
-    """The file's size, and what follows. OSError."""
+    """Yields the file's size and the stream of its contents. Raises OSError if the server does not have it."""
     with socket.create_connection((address.host, address.port), timeout=TIMEOUT_S) as peer:
         peer.sendall(json.dumps({"token": address.token, **request}).encode() + b"\n")
         with peer.makefile("rb") as stream:
             size = stream.read(SIZE_BYTES)
             if len(size) < SIZE_BYTES:
-                raise OSError("it does not have it")
+                raise OSError("the server does not have it")
             yield int.from_bytes(size, "big"), stream
 
 
@@ -240,41 +242,43 @@ def _read_all(stream: BinaryIO, count: int) -> bytes:
     return found
 
 
-# A file of a checkpoint in memory that this node lacks: what its ranks read of it comes from another node.
+# A file of a checkpoint in another node's memory. This node fetches only the parts read by its ranks.
 
 SUFFIX = ".fetched"
-"""Of what a node's ranks share of such a file, with holes, and with one more of the list of what there is."""
+"""The end of the name of the node's shared copy of such a file, with holes. SPANS_SUFFIX names the list of its
+spans."""
 SPANS_SUFFIX = ".spans"
 HEAD_BYTES = 1 << 16
-"""Asked for first: the header is in them, or most of it."""
+"""Bytes asked for first. They have the header, or most of it."""
 GAP_BYTES = 1 << 16
-"""What lies between two spans that are as near is asked for with them."""
+"""Spans at most this many bytes apart are asked for together."""
 LOOK_S = 0.01
-"""Between two looks whether another rank of the node is done with the file."""
+"""Seconds between two attempts to lock a file used by another rank of the node."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in TYPE_NAMES.items()}
 
 
 class FileSource(NamedTuple):
-    """Where the file is: `name` there is relative to what the server serves, and `num_bytes` the manifest's.
+    """The source of a file. `name` is relative to the root of the server. `num_bytes` is from the manifest.
 
-    The node has compared the file's checksum as the job began, and what travels has one of its own.
+    The other node has compared the file's checksum at the start of the job. Each transfer has its own checksum.
     """
 
     address: Address
     name: str
     num_bytes: int
     advance: Callable[[], None]
-    """Called with every piece, and while another rank's fetch is waited for."""
+    """Called after every piece, and while another rank's fetch is awaited."""
 
 
 class FetchedFile(SavedFile):
-    """What any rank of the node has asked for is in `path` with SUFFIX, which all of them share, and is fetched once.
-    Where the folder has no room for it the rank keeps what it asks for in memory of its own, as long as the object
-    lives.
+    """A file in another node's memory, read through a copy on this node.
 
-    Every call waits for the other node, no longer than file_server.TIMEOUT_S without a byte; CheckpointError with the
-    file and the node where it fails.
+    The copy is at `path` with SUFFIX and shared by all ranks of the node, so each part is fetched once. If the folder
+    has no room for it, the rank keeps its parts in its own memory for as long as the object lives.
+
+    Every call may wait for the other node, for up to TIMEOUT_S without a byte. Raises CheckpointError with the file and
+    the node if this fails.
     """
 
     is_whole = False
@@ -291,7 +295,8 @@ class FetchedFile(SavedFile):
         return self._own.path if self._own else self.shared
 
     def begin(self) -> None:
-        """Ask for the header, before anything else. CheckpointError where the folder has no room even for that."""
+        """Fetches the header. Call it before anything else. Raises CheckpointError if the folder has no room even for
+        the header."""
         try:
             self._fetch_shared([ByteSpan(0, HEAD_BYTES)])
             self._fetch_shared([ByteSpan(0, self._header_end)])
@@ -327,7 +332,7 @@ class FetchedFile(SavedFile):
             self._own.there = merged([*self._own.there, *wanted])
 
     def _fetch_shared(self, wanted: Sequence[ByteSpan]) -> None:
-        """What no rank of the node has asked for yet. OSError where it cannot be written."""
+        """Fetches the parts not yet fetched by any rank of the node. Raises OSError if they cannot be written."""
         descriptor = os.open(self.shared, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._lock(descriptor)
@@ -337,10 +342,10 @@ class FetchedFile(SavedFile):
                 self._fetch(lacking, descriptor)
                 self._spans.write_text(json.dumps(merged([*there, *lacking])))
         finally:
-            os.close(descriptor)  # and its lock is free
+            os.close(descriptor)  # this also releases its lock
 
     def _lock(self, descriptor: int) -> None:
-        """Whoever has it holds it no longer than a fetch of its own takes, which has a limit."""
+        """Waits for the lock. A rank holds it only during a fetch, and a fetch has a timeout."""
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -358,18 +363,19 @@ class FetchedFile(SavedFile):
 
     @cached_property
     def _header_end(self) -> int:
-        """Where the tensors' bytes begin."""
+        """The position of the tensors' bytes in the file."""
         with self.place.open("rb") as file:
             return LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
 
     def _header(self) -> Mapping[str, Any]:
-        """Not kept: those of a large model's files are large together."""
+        """Returns the header. It is not kept, because the headers of a large model's files take much memory
+        together."""
         with self.place.open("rb") as file:
             found: dict[str, Any] = json.loads(file.read(self._header_end)[LENGTH_BYTES:])
         return found
 
     def _place_of(self, name: str, header: Mapping[str, Any]) -> tuple[int, int, int]:
-        """(a tensor's first byte, the one behind its last, bytes of an element)."""
+        """Returns (a tensor's first byte, its end, bytes of an element)."""
         if name not in header:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         begin, end = header[name]["data_offsets"]
@@ -380,7 +386,7 @@ class FetchedFile(SavedFile):
 
 
 class _OwnMemory:
-    """A file of this process alone, in no folder: none limits it, and it goes with the object."""
+    """An anonymous file of this process. No folder limits its size, and it disappears with the object."""
 
     def __init__(self, num_bytes: int) -> None:
         self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
@@ -393,7 +399,8 @@ class _OwnMemory:
 
 
 def spans_there(path: Path) -> list[ByteSpan]:
-    """What the list at `path` says. Nothing where there is none, or half of one that a killed rank has left."""
+    """Returns the spans in the list at `path`. Returns none if it is missing, or incomplete because a rank was
+    killed."""
     try:
         return [ByteSpan(*span) for span in json.loads(path.read_text(encoding="utf-8"))]
     except (FileNotFoundError, ValueError, TypeError):

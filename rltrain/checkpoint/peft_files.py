@@ -40,17 +40,17 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (False, None),
     "alora_invocation_tokens": ([], None),
 }
-"""What adapters are here, in PEFT's terms: other values mean another computation. A key that is missing is None."""
+"""The supported settings of adapters, by PEFT's keys. Other values mean another computation. A missing key is None."""
 SAVED_WHOLE = "modules_to_save"
-"""PEFT's key for layers that are learned beside adapters: the head of a model that scores."""
+"""PEFT's key for layers trained beside adapters, such as the head of a value model."""
 
 
 @torch.no_grad()
 def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor], settings: Lora) -> None:
-    """Fill `parameters`, those of `rank` in the adapters' `layout`, from PEFT's files in the folder `path`; what is not
-    adapted, `settings` say, with zeros. A head of scores stays as it is where the files have none.
+    """Fills `parameters` of `rank` in the adapters' `layout` from PEFT's files in the folder `path`. Adapters of
+    matrices not chosen by `settings` become zero. A head of scores keeps its values if the files have none.
 
-    CheckpointError where a file is missing or damaged, where it says or has other adapters than `settings`.
+    Raises CheckpointError if a file is missing or damaged, or if its settings or adapters differ from `settings`.
     """
     names, heads = _adapted(layout.tensors, settings), _heads(layout.tensors)
     _check_config(path, {target_of(name) for name in names}, heads, settings)
@@ -73,18 +73,18 @@ def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str
 
 
 def _adapted(tensors: CanonicalTensors, settings: Lora) -> set[str]:
-    """Names of the adapters that are trained."""
+    """Returns the names of the trained adapters."""
     adapters = {name for name in tensors.names if name.endswith((A, B))}
     return {name for name in adapters if settings.targets is None or target_of(name) in settings.targets}
 
 
 def _heads(tensors: CanonicalTensors) -> set[str]:
-    """Names of what is trained whole beside adapters: a head of scores, where a model has one."""
+    """Returns the names of tensors trained beside adapters. Only a value model has one, its head."""
     return {name for name in tensors.names if not name.endswith((A, B))}
 
 
 def _stored_name(name: str) -> str:
-    """In PEFT's files, of a tensor of an adapters' layout."""
+    """Returns the name of a layout's tensor in PEFT's files."""
     return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
 
 
@@ -106,13 +106,13 @@ def _check_config(path: Path, targets: set[str], heads: set[str], settings: Lora
 def _differences(found: Mapping[str, Any], targets: set[str], settings: Lora) -> Iterator[str]:
     for key, plain in PLAIN.items():
         if found.get(key) not in plain:
-            yield f"{key} is {found.get(key)!r}; expected {plain[0]!r}: other kinds of adapters are not trained here"
+            yield f"{key} is {found.get(key)!r}; expected {plain[0]!r}, the only supported value"
     for key, name, own in (("r", "rank", settings.rank), ("lora_alpha", "alpha", settings.alpha)):
         if found.get(key) != own:
-            yield f"{key} is {found.get(key)}; set model.lora.{name}, which is {own}, to that"
+            yield f"{key} is {found.get(key)}, but model.lora.{name} is {own}; set it to the same"
     named = found.get("target_modules")
     if not isinstance(named, list) or {str(target).rpartition(".")[2] for target in named} != targets:
-        yield f"target_modules is {named}; set model.lora.targets, which comes to {sorted(targets)}, to that"
+        yield f"target_modules is {named}, but model.lora.targets comes to {sorted(targets)}; set it to the same"
 
 
 def _check_tensors(path: Path, opened: Any, tensors: CanonicalTensors, names: set[str]) -> None:
@@ -139,10 +139,10 @@ def save_adapters(
     rank: int,
     base: str,
 ) -> None:
-    """Write the adapters into the folder `directory`, which PEFT can load on the checkpoint `base`; an earlier one is
-    replaced. `architecture` is the adapters', `source_tensors` are of this rank in `source_layout`.
+    """Writes the adapters into the folder `directory` in PEFT's format, for the checkpoint `base`. Replaces earlier
+    adapters. `architecture` is the adapters'. `source_tensors` are this rank's in `source_layout`.
 
-    The first rank writes. CheckpointError where that fails. Collective over: the ranks of `source_layout`.
+    The first rank writes. Raises CheckpointError if this fails. Collective over: the ranks of `source_layout`.
     """
     first = source_layout.ranks[0]
     dtype = next((tensor.dtype for tensor in source_tensors.values()), torch.float32)
@@ -192,8 +192,8 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], sett
 
 
 def replace_adapters(directory: Path, saved: Path) -> None:
-    """Have the folder `saved`, which lies beside it, be `directory`. CheckpointError where that is another thing than
-    adapters. By one process."""
+    """Replaces `directory` by `saved`, a folder next to it. Only one process may call it. Raises CheckpointError if
+    `directory` has more than adapters."""
     if directory.exists() and {path.name for path in directory.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}:
         raise CheckpointError(
             f"{directory} exists and is not just adapters that an earlier job wrote, so it is not replaced. Move "

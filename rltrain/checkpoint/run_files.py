@@ -1,6 +1,6 @@
-"""The files of a checkpoint: written to last, with checksums that tell whether they still are what was written.
+"""The files of a checkpoint. Their checksums show whether they are still as written.
 
-Checksums are made of what is written while it is, so no file is read again.
+Checksums are computed while data is written, so no file is read again.
 """
 
 import json
@@ -23,11 +23,12 @@ from rltrain.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from rltrain.errors import CheckpointError
 from rltrain.runtime.whole_files import flush
 
-# A file of a run's checkpoint as its readers see it, who say what they are about to read of it.
+# A checkpoint's file for its readers. They ask for each part before they read it.
 
 
 class TensorRows(NamedTuple):
-    """Elements of a flat tensor: from `first` on, in each of `rows` that lie `stride` apart, `cols`."""
+    """A part of a flat tensor. It has `rows` rows of `cols` elements, `stride` elements apart, from element `first`
+    on."""
 
     tensor: str
     first: int
@@ -37,10 +38,10 @@ class TensorRows(NamedTuple):
 
 
 class SavedFile:
-    """A safetensors file that is here as a whole. `path` is its place in the checkpoint's folder."""
+    """A safetensors file completely present on this node. `path` is its path in the checkpoint's folder."""
 
     is_whole = True
-    """Else nothing may be read but what was asked for by one of the methods."""
+    """If false, only parts asked for by one of the methods may be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,21 +52,21 @@ class SavedFile:
 
     @property
     def place(self) -> Path:
-        """Where it is to be opened, after what is read of it was asked for. Its header may always be read."""
+        """The path to open after asking for the parts to read. The header may always be read."""
         return self.path
 
     def ask_for_tensor(self, name: str) -> None:
-        """CheckpointError, as of all of these, where it cannot be had."""
+        """Makes a tensor readable. Raises CheckpointError if it cannot be read, as do the methods below."""
 
     def ask_for_rows(self, rows: Sequence[TensorRows]) -> None:
-        """Of several tensors."""
+        """Makes rows of several tensors readable."""
 
     def ask_for_all(self) -> None:
-        """Of the file."""
+        """Makes the whole file readable."""
 
 
 AnyFile = Path | SavedFile
-"""A path stands for a file that is whole."""
+"""A file to read. A path means a completely present file."""
 
 
 def saved_file(file: AnyFile) -> SavedFile:
@@ -76,28 +77,31 @@ MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 WEIGHTS_SUFFIX = ".safetensors"
 READ_BYTES = 2**20
-"""At a time, over and over into the same memory: they are in a core's own cache when their checksum is made."""
+"""Bytes read at a time, always into the same memory. They are still in a core's cache when their checksum is
+computed."""
 MOST_CACHED_BYTES = 256 * 2**20
-"""Of a file that is written, in the system's memory: a training state may be as large as what is free there."""
+"""Maximum bytes of an unfinished file in the system's page cache. A training state may be as large as the free
+memory."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Of one safetensors file: tensors on the host that nobody else writes to, and texts."""
+    """The contents of one safetensors file: tensors on the host, and texts. No other code may write to the tensors."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of a file."""
+    """The entry of a file in a manifest."""
 
     num_bytes: int
     crc32: int
 
 
 def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRecord]:
-    """Write `files` below `folder`; durable when this returns. OSError where the disk does not take them."""
+    """Writes `files` below `folder` and returns their records. The files are durable on return. Raises OSError if the
+    disk refuses them."""
     records = {}
     for name, contents in files.items():
         path = folder / name
@@ -125,8 +129,8 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
 def copy_files(
     folder: Path, opened: Mapping[str, FileIO], expected: Mapping[str, FileRecord]
 ) -> Mapping[str, FileRecord]:
-    """Write what `opened` files hold, from their beginning, as `write_files` does; they are what `expected` says.
-    OSError where they are not, too."""
+    """Copies the `opened` files below `folder`, from their beginning, as `write_files` does. Raises OSError if the disk
+    refuses them, or if they differ from `expected`."""
     block = memoryview(bytearray(READ_BYTES))
     for name, source in opened.items():
         path = folder / name
@@ -144,7 +148,8 @@ def copy_files(
 
 
 def read_contents(file: AnyFile) -> Contents:
-    """CheckpointError where it cannot be read. The tensors lie in the file until they are used."""
+    """Returns the contents of a file. The tensors stay in the file until they are used. Raises CheckpointError if it
+    cannot be read."""
     saved = saved_file(file)
     saved.ask_for_all()
     with _opened(saved) as opened:
@@ -153,7 +158,7 @@ def read_contents(file: AnyFile) -> Contents:
 
 
 def read_texts(file: AnyFile) -> Mapping[str, str]:
-    """The metadata of `read_contents` alone."""
+    """Returns only the metadata of `read_contents`."""
     with _opened(saved_file(file)) as opened:
         texts: Mapping[str, str] = opened.metadata() or {}
     return texts
@@ -169,7 +174,7 @@ def _opened(saved: SavedFile) -> Iterator[Any]:
 
 
 def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileRecord:
-    """Reads the whole file; `advance` is called now and then."""
+    """Returns the record of a file. Reads the whole file and calls `advance` after every block."""
     num_bytes, crc = 0, 0
     block = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -180,15 +185,15 @@ def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileReco
 
 
 def record_of(data: bytes) -> FileRecord:
-    """Of a file that holds them."""
+    """Returns the record of a file with these contents."""
     return FileRecord(len(data), crc32(memoryview(data)))
 
 
 def find_damage(
     folder: Path, manifest: Mapping[str, FileRecord], names: Iterable[str], advance: Callable[[], None]
 ) -> str | None:
-    """What is wrong with those files of a checkpoint that are called `names`, in words; None where they are what
-    `manifest` says was written."""
+    """Compares the files `names` of a checkpoint with `manifest`. Returns a description of the first damage, or
+    None."""
     for name in names:
         expected = manifest[name]
         try:
@@ -203,8 +208,8 @@ def find_damage(
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """What it says of every file. CheckpointError where it cannot be read, leaves out the file that every checkpoint
-    has, or one that would be read with the others."""
+    """Returns the record of every file of a checkpoint. Raises CheckpointError if the manifest cannot be read, does not
+    list run.json, or does not list a safetensors file of the folder."""
     path = folder / MANIFEST_FILE
     try:
         records = records_in(path.read_text(encoding="utf-8"))
@@ -221,16 +226,17 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def records_in(manifest: str) -> dict[str, FileRecord]:
-    """What a manifest's text says. ValueError, KeyError, TypeError and others where it is none."""
+    """Returns the records in a manifest's text. Raises ValueError, KeyError, TypeError and others if the text is no
+    manifest."""
     values = json.loads(manifest)
     return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
 
 
-# States of a process's random number generators, for what a user's code may draw: the product's own needs none.
+# States of a process's random number generators, for a user's code. rltrain itself does not use them.
 
 
 def random_states(device: torch.device) -> tuple[dict[str, Tensor], str]:
-    """(torch's states by name, Python's and numpy's as JSON)."""
+    """Returns (torch's states by name, Python's and numpy's states as JSON)."""
     tensors = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
@@ -240,7 +246,7 @@ def random_states(device: torch.device) -> tuple[dict[str, Tensor], str]:
 
 
 def set_random_states(tensors: Mapping[str, Tensor], text: str, device: torch.device) -> None:
-    """The inverse of `random_states`; a device of another kind keeps its own."""
+    """Restores the states returned by `random_states`. A device of another kind keeps its state."""
     torch.set_rng_state(tensors["torch"])
     if device.type == "cuda" and "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"], device)

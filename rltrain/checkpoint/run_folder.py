@@ -1,13 +1,14 @@
-"""The folder of a run's checkpoints: which there are, which is the newest complete one, and how one becomes complete.
+"""The folder of a run's checkpoints. This module finds its checkpoints and completes new ones.
 
-    <dir>/latest                  the name of the newest one, for people and other programs: nothing here follows it
+    <dir>/latest                  the name of the newest checkpoint, for users and other programs; not read here
     <dir>/step_0000010/           state after 10 training steps
         manifest.json             size and checksum of every other file
-        run.json                  what the run was: config, architectures, number of ranks
+        run.json                  config, architectures and number of ranks of the run
         <role>/..., ranks/...     safetensors
-    <dir>/earlier_1/              those of later steps, where a run went back to an older one: again such a folder
+    <dir>/earlier_1/              later checkpoints of a run resumed from an older one, in the same form
 
-A checkpoint is written beside its place and renamed when all ranks' files are durable; from then on it is the newest.
+A checkpoint is written beside its final place. It is renamed when the files of all ranks are durable, and is then the
+newest.
 """
 
 import json
@@ -40,13 +41,12 @@ STEP_NAME = re.compile(r"step_(\d{7,})")
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from: `step` training steps have been done.
+    """The checkpoint to resume a run from, after `step` training steps.
 
-    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `data_from`:
-    the step that takes the first of the present training rows. `logs`: on the job's leader, the bytes of the logs of
-    samples that the run goes on after, those of ranks that are gone among them. `in_memory`: the folder is in the
-    node's memory, and every node has one, with some of the files. `elsewhere`: what makes the others, by their names in
-    the checkpoint.
+    If `continues`, its responses and its experience of later steps are used and not generated again. `data_from` is the
+    step to use the first of the present training rows. `logs` has the bytes to keep of the logs of samples, on the
+    job's leader. It includes the logs of vanished ranks. If `in_memory`, the folder is in the node's memory, and every
+    node has one with some of the files. `elsewhere` makes the other files, by their names in the checkpoint.
     """
 
     folder: Path
@@ -58,14 +58,14 @@ class Resumed:
     elsewhere: Mapping[str, Callable[[], SavedFile]] = field(default_factory=dict, compare=False, repr=False)
 
     def files(self, role: str) -> list[SavedFile]:
-        """What the ranks of a role saved, in the order of their names. What they keep is theirs to drop."""
+        """Returns the files saved by the ranks of a role, sorted by name. Their objects may hold memory."""
         here = [SavedFile(path) for path in (self.folder / role).glob(f"*{WEIGHTS_SUFFIX}")]
         others = [make() for name, make in self.elsewhere.items() if name.startswith(f"{role}/")]
         return sorted([*here, *others], key=lambda file: file.name)
 
     @property
     def has_new_data(self) -> bool:
-        """Whether the run goes on with other rows than the checkpoint was saved with, at the first of them."""
+        """Whether the run uses other rows than the saved run, beginning with their first."""
         return self.data_from == self.step
 
     @property
@@ -75,13 +75,14 @@ class Resumed:
 
 
 class CheckpointFolder:
-    """The checkpoints in `path`. Reading is for any rank, all else for one rank of the job."""
+    """The checkpoints in `path`. Any rank may read them. Only one rank of the job may change them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def candidates(self) -> list[Resumed]:
-        """All that bear the name of a complete checkpoint, newest first. CheckpointError where that cannot be seen."""
+        """Returns all folders with the name of a complete checkpoint, newest first. Raises CheckpointError if `path`
+        cannot be read."""
         try:
             found = [(STEP_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
         except FileNotFoundError:
@@ -91,7 +92,7 @@ class CheckpointFolder:
         return sorted((Resumed(path, int(name[1])) for name, path in found if name), key=lambda found: -found.step)
 
     def latest(self) -> str:
-        """What the file of that name says, in words."""
+        """Describes the file `latest` for a message."""
         try:
             return f"names {(self.path / LATEST_FILE).read_text(encoding='utf-8').strip()!r}"
         except FileNotFoundError:
@@ -102,11 +103,11 @@ class CheckpointFolder:
             return "is no text"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written until it is complete."""
+        """Returns the path of the unfinished checkpoint of `step`."""
         return partial_of(self.path / name_of(step))
 
     def clear_partial(self) -> None:
-        """Remove what interrupted saves left. CheckpointError where that fails."""
+        """Removes the leftovers of interrupted saves. Raises CheckpointError if it cannot."""
         for left in self.path.glob(".step_*"):
             try:
                 _delete(left)
@@ -114,7 +115,8 @@ class CheckpointFolder:
                 raise self._cannot("remove", left, error) from error
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the checkpoint of `step`; every rank may make it. CheckpointError."""
+        """Makes an empty folder for the checkpoint of `step`. Every rank may call it. Raises CheckpointError if it
+        cannot be made."""
         partial = self.partial(step)
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -123,10 +125,10 @@ class CheckpointFolder:
         return partial
 
     def complete(self, step: int, files: Mapping[str, FileRecord], run: Mapping[str, Any], keep: int) -> None:
-        """All `files` of the checkpoint are durable: make it the newest one, and remove all but `keep` (0: none).
+        """Makes the checkpoint of `step` the newest one. Then removes older ones and leaves `keep` (0 leaves all).
 
-        CheckpointError where the disk does not take it; the one before is then still there. No checkpoint of `step` or
-        of a later one may be there.
+        All `files` of the checkpoint must be durable. There must be no checkpoint of `step` or of a later step. Raises
+        CheckpointError if the disk refuses a file. The previous checkpoint then remains.
         """
         partial, final = self.partial(step), self.path / name_of(step)
         try:
@@ -143,19 +145,19 @@ class CheckpointFolder:
                 self._remove(old.folder)
 
     def abandon(self, step: int) -> None:
-        """Give the room of an unfinished checkpoint back."""
+        """Deletes the files of an unfinished checkpoint."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def last_good(self) -> str:
-        """In words, for messages: the checkpoint that is there."""
+        """Describes the newest complete checkpoint for a message."""
         try:
             complete = [found.folder for found in self.candidates() if (found.folder / MANIFEST_FILE).is_file()]
         except CheckpointError as error:
             return str(error)
-        return f"the checkpoint in {complete[0]} is complete" if complete else "there is none before it"
+        return f"the checkpoint in {complete[0]} is complete" if complete else "there is no earlier checkpoint"
 
     def _point_at(self, newest: Path) -> None:
-        """Nothing here follows `latest`, so that no run ends because it cannot be written."""
+        """Writes `latest`. An error is only logged, because nothing here reads this file."""
         try:
             write_whole(self.path / LATEST_FILE, newest.name + "\n")
             flush(self.path)
@@ -163,7 +165,8 @@ class CheckpointFolder:
             logger.warning("cannot write %s: %s; %s is complete", self.path / LATEST_FILE, error.strerror, newest)
 
     def _remove(self, folder: Path) -> None:
-        """As far as that can be done; never in parts that could be taken for a checkpoint."""
+        """Deletes a checkpoint as far as possible. Renames it first, so its remains cannot be taken for a
+        checkpoint."""
         beside = folder.with_name(f".{folder.name}.removed")
         with suppress(OSError):
             folder.rename(beside)
@@ -174,15 +177,15 @@ class CheckpointFolder:
 
 
 def way_on(config: Config) -> str:
-    """Returns in words what the command of a job does when it is given again after the job was interrupted."""
+    """Describes for a message what a job's command does after an interruption."""
     settings = config.checkpoint
     try:
         found = CheckpointFolder(Path(config.checkpoint_dir)).candidates()
     except CheckpointError as error:
         return str(error)
     command = "the same command" + (" with checkpoint.resume=auto" if found and settings.resume != "auto" else "")
-    way = f"goes on from step {found[0].step}" if found else "begins anew, as no checkpoint was saved"
-    first = "goes on from the nodes' memory where that holds a later checkpoint, and else " if settings.memory else ""
+    way = f"continues from step {found[0].step}" if found else "starts at step 0, because no checkpoint was saved"
+    first = "continues from a later checkpoint in the nodes' memory if there is one, else " if settings.memory else ""
     return f"{command} {first}{way}"
 
 
@@ -191,15 +194,16 @@ def name_of(step: int) -> str:
 
 
 def is_of_run(path: Path) -> bool:
-    """Whether it is the folder of a run's checkpoint, or one of several."""
+    """Returns whether `path` is a run's checkpoint or a folder of such checkpoints."""
     folders = [path, *path.iterdir()] if path.is_dir() else []
     return any(STEP_NAME.fullmatch(folder.resolve().name) and (folder / MANIFEST_FILE).exists() for folder in folders)
 
 
 def checkpoint_at(path: Path, option: str = "checkpoint.resume") -> Resumed:
-    """The checkpoint that a user names by `option`: its own folder, or one of several, of which the newest is taken.
+    """Returns the checkpoint named by `option`. The path may be its folder, or a folder of checkpoints to take the
+    newest of.
 
-    CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     if found := STEP_NAME.fullmatch(path.resolve().name):
         if (path / MANIFEST_FILE).exists():
@@ -208,7 +212,7 @@ def checkpoint_at(path: Path, option: str = "checkpoint.resume") -> Resumed:
         return candidates[0]
     raise CheckpointError(
         f"{option}: {path} is not a checkpoint of a run: expected {'' if option.startswith('--') else 'auto, none, '}"
-        f"a folder {name_of(10)} with a {MANIFEST_FILE}, or a folder of such"
+        f"a folder {name_of(10)} with a {MANIFEST_FILE}, or a folder with such folders"
     )
 
 
@@ -220,7 +224,7 @@ def _delete(path: Path) -> None:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """CheckpointError where it cannot be read."""
+    """Returns the JSON object in a file. Raises CheckpointError if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Writes one rank's files of a checkpoint, from a thread where training is to go on meanwhile."""
+"""Writes one rank's files of a checkpoint. It can write from a thread while training continues."""
 
 import os
 import threading
@@ -15,12 +15,12 @@ from rltrain.checkpoint.run_files import Contents, FileRecord, copy_files, write
 from rltrain.runtime.machine import JobThread
 
 NICENESS = 10
-"""Of the writing thread: it takes what training leaves of the processors."""
+"""Niceness of the writing thread. It uses only processors left free by training."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Of one rank's files: what was written, in how many seconds, and why not all of it."""
+    """The result for one rank's files: the written files, the seconds, and the problem if not all were written."""
 
     files: Mapping[str, FileRecord]
     seconds: float = 0.0
@@ -28,22 +28,22 @@ class Written:
 
 
 Report = Callable[[Written], None]
-"""Called once all of it is durable or has failed, from the writing thread."""
+"""Called from the writing thread once all files are durable, or after a failure."""
 
 
 class Target(NamedTuple):
-    """Where to write to, and whom to tell of it."""
+    """A folder to write to, and the function to call afterwards."""
 
     folder: Path
     report: Report
 
 
 class FilesWriter:
-    """One save at a time.
+    """A writer of one save at a time.
 
-    Of several targets the first is written from what is given, and the others from its files, so that a slow disk holds
-    up neither a save after this one nor the memory that this one is written from. They stay open for that: they may be
-    removed meanwhile.
+    The first of several targets is written from the given memory, and the others from its files. So a slow disk delays
+    neither the next save nor the release of the memory. The files stay open for this, because they may be removed
+    meanwhile.
     """
 
     def __init__(self, *, asynchronous: bool) -> None:
@@ -52,8 +52,9 @@ class FilesWriter:
         self._copier: JobThread | None = None
 
     def start(self, files: Mapping[str, Contents], *targets: Target) -> None:
-        """Write `files` below the folder of each target, one after the other. Nobody may change them before `release`
-        has returned. Waits for the save before, where that has to be copied on, for all of it."""
+        """Writes `files` below the folder of each target, one after the other. They must not change before `release`
+        has returned. Waits until the previous save does not need its files any more. With several targets, also waits
+        for its copies."""
         if len(targets) > 1:
             self.join()
         self.release()
@@ -61,7 +62,7 @@ class FilesWriter:
             for target in targets:
                 target.report(_written(files, target.folder))
             return
-        # Not a daemon: what was begun is written even where the run ends right after it.
+        # Not a daemon, so a save is completed even if the run ends right after its start.
         self._thread = JobThread(target=self._write, args=(files, targets), name="checkpoint writer")
         self._thread.start()
 
@@ -71,13 +72,13 @@ class FilesWriter:
         return any(thread is not None and thread.is_alive() for thread in (self._thread, self._copier))
 
     def release(self) -> None:
-        """Wait until what was given to `start` is not read any more."""
+        """Waits until the files given to `start` are not read any more."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def join(self) -> None:
-        """Wait until all targets have what was started."""
+        """Waits until all targets are written."""
         self.release()
         if self._copier is not None:
             self._copier.join()
@@ -98,12 +99,13 @@ class FilesWriter:
 
 
 def _leave_processors() -> None:
-    with suppress(OSError):  # a system may forbid it, or know it for processes only
+    with suppress(OSError):  # a system may forbid it, or support it only for processes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _opened(folder: Path, written: Written) -> dict[str, FileIO] | None:
-    """What was written, before anybody is told of it, who may remove it then. None where it cannot be read."""
+    """Opens the written files before any report, because they may be removed after it. Returns None if they cannot be
+    read."""
     if written.problem is not None:
         return None
     with ExitStack() as stack:
@@ -134,6 +136,6 @@ def _reported(write: Callable[[], Mapping[str, FileRecord]]) -> Written:
         records = write()
     except OSError as error:
         return Written({}, problem=error.strerror or str(error))
-    except Exception as error:  # whoever completes the checkpoint waits for a word, and ends the job with this one
+    except Exception as error:  # the rank that completes the checkpoint waits for this report
         return Written({}, problem=f"{type(error).__name__}: {error}")
     return Written(records, time.perf_counter() - begin)

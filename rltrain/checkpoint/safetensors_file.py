@@ -1,4 +1,4 @@
-"""Writing a safetensors file piece by piece: the header is known first, so no tensor need be in memory as a whole."""
+"""Writes a safetensors file piece by piece. The header is known first, so no tensor must be in memory as a whole."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ TYPE_NAMES = {
     torch.int16: "I16",
     torch.bool: "BOOL",
 }
-"""What the format calls the types that are written here."""
+"""The names of types in the format."""
 
 HEADER_ALIGNMENT = 8
 LENGTH_BYTES = 8
-"""Of the number at the beginning of a file, which is the header's length."""
+"""Bytes of the number at the beginning of a file. It is the header's length."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,17 @@ class TensorEntry:
 
 
 def in_file_order(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """The given order but for wide types, which come first, so that every tensor is aligned."""
+    """Returns the entries with wide types first, and otherwise in the given order. So every tensor is aligned."""
     return tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
 
 
 class SafetensorsFile(DurableFile):
-    """A new file that will hold `entries`; their elements are appended in the order of `self.entries`, which is
+    """A new file with `entries`. Their elements must be appended in the order of `self.entries`, made by
     `in_file_order`.
 
-    As a context manager it closes the file when its block ends; the file is then complete and durable, or an error was
-    raised. OSError where writing fails.
-
-    Checksum, limit of what is cached and a thread that writes are those of a DurableFile.
+    As a context manager, it closes the file at the end of its block. The file is then complete and durable, or an error
+    is raised. Raises OSError if writing fails. `checksum`, `most_cached_bytes` and `behind_bytes` are those of
+    DurableFile.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class SafetensorsFile(DurableFile):
         self._drop_finished()
 
     def append(self, name: str, values: Tensor) -> None:
-        """The next elements of tensor `name`, flattened. ValueError where another tensor's or none are due."""
+        """Appends the next elements of tensor `name`, flattened. Raises ValueError if another tensor or none is due."""
         if values.numel() == 0:
             return
         due, dtype, elements = self._remaining[-1] if self._remaining else ("none", None, 0)
@@ -95,7 +94,8 @@ class SafetensorsFile(DurableFile):
             self._remaining.pop()
 
     def close(self) -> None:
-        """Make the file durable. CheckpointError where elements are missing: the file is not usable then."""
+        """Makes the file durable and closes it. Raises CheckpointError if elements are missing. The file is then
+        unusable."""
         if self._remaining:
             self.give_up()
             name, _, elements = self._remaining[-1]
@@ -107,7 +107,8 @@ class SafetensorsFile(DurableFile):
 
 
 def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON: of every tensor its type, its shape and where its bytes lie behind the header."""
+    """Returns the header's length and its JSON with the type, shape and place of every tensor. Places count from the
+    end of the header."""
     contents: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The files of a training state: what they say of themselves, and the boxes of canonical tensors that lie in them."""
+"""The files of a training state, with their metadata and their boxes of canonical tensors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,28 +21,30 @@ FORMAT = "rltrain training state 1"
 CONFIG_KEY = "checkpoint.resume"
 FIELDS = PIECE.names or ()
 MASTER = "master"
-"""The kind of values that are the weights, in fp32."""
+"""The kind of the weights in fp32."""
 MAX_OPEN_FILES = 8
 PIECES = "pieces"
-"""[boxes, FIELDS] int64; offsets and strides are those in the flat tensors."""
+"""The table of pieces, int64 [boxes, FIELDS]. Offsets and strides are within the flat tensors."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """`num_updates` of the run, and the steps that the optimizer made: those in which there was something to learn."""
+    """The numbers of updates of the run and of steps of the optimizer. An update without anything to learn makes no
+    optimizer step."""
 
     num_updates: int
     optimizer_steps: int
     loss_scale: str = ""
-    """Of a model in fp16, as its backend has it."""
+    """The loss scale of a model in fp16, in the form of its backend."""
     optimizer: str = "adamw"
-    """Whose states there are."""
+    """The optimizer of the saved states."""
 
 
 def contents(
     tensors: CanonicalTensors, parameters: Sequence[str], pieces: Array, flats: Mapping[str, Tensor], counts: Counts
 ) -> Contents:
-    """One rank's file. `flats` are named by `flat_name`; `pieces` lie in those of parameter number `parameter`."""
+    """Returns the contents of one rank's file. `flats` are named by `flat_name`. `pieces` are in the flat tensors of
+    their parameters."""
     table = np.stack([pieces[field].astype(np.int64) for field in FIELDS], axis=1)
     metadata = {
         "format": FORMAT,
@@ -57,15 +59,15 @@ def contents(
 
 
 def flat_name(kind: str, parameter: str) -> str:
-    """What the flat tensor of a parameter is called that has its values of one kind, such as its master weights."""
+    """Returns the name of the flat tensor with a parameter's values of one kind, such as its master weights."""
     return f"{kind}.{parameter}"
 
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """Where values of one kind go: `pieces` lie in the flat tensors `flats` of their parameters.
+    """The destination of values of one kind. `pieces` are in the flat tensors `flats` of their parameters.
 
-    What no piece covers is padding. None stands for parameters without pieces.
+    Elements without a piece are padding. A parameter without pieces has None.
     """
 
     kind: str
@@ -75,7 +77,8 @@ class Destination:
 
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """What goes where in one destination: `found` are the boxes, `begin` where they begin in the flat tensors."""
+    """The copies into one destination. `found` are the boxes, `begin` their first elements in its flat tensors, and
+    `saved_begin` those in the flat tensors of `file`."""
 
     to: Destination
     found: Overlaps
@@ -85,10 +88,10 @@ class _Moves:
 
 
 class SavedState:
-    """The files of all ranks that saved a state, each of which holds other elements.
+    """The files of a state, saved by all its ranks. Each file has other elements.
 
-    `option` is the config key or option that named them, for messages. CheckpointError where one is missing or
-    damaged, is of a model with other tensors, or of another moment.
+    `option` is the config key or option of the files, for messages. Raises CheckpointError if a file is missing or
+    damaged, has a model with other tensors, or was saved at another moment.
     """
 
     def __init__(self, files: Sequence[AnyFile], tensors: CanonicalTensors, option: str = CONFIG_KEY) -> None:
@@ -108,24 +111,24 @@ class SavedState:
         self._file: IntArray = file[order]
 
     def require_optimizer(self, name: str, role: str) -> None:
-        """CheckpointError where the states are another one's."""
+        """Raises CheckpointError if the states belong to another optimizer."""
         saved = self.counts.optimizer
         if self.counts.optimizer_steps and saved != name:
             raise CheckpointError(
                 f"the training state in {self._folder} has the states of {saved}, and {role}.optimizer.name is {name}; "
-                f"expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
+                f"expected {saved}, or a new run from exported weights ({self._named_by})"
             )
 
     def read(self, destinations: Sequence[Destination]) -> None:
-        """Fill all destinations, their padding with zeros.
+        """Fills all destinations, and their padding with zeros.
 
-        CheckpointError where the files hold an element of theirs not once.
+        Raises CheckpointError if the files do not have each of their elements exactly once.
         """
         self._read(destinations, self._opened)
 
     def read_box(self, kind: str, box: Box) -> Tensor:
-        """[rows, cols] of values of one kind, fp32. The files stay open: others may be read of them. CheckpointError as
-        `read`."""
+        """Returns a box [rows, cols] of values of one kind, in fp32. The files stay open for further boxes. Raises
+        CheckpointError as `read` does."""
         flat = torch.empty(box.rows * box.cols)
         piece = np.zeros(1, dtype=PIECE)
         piece[list(BOX_FIELDS)] = tuple(box)
@@ -146,7 +149,7 @@ class SavedState:
                 self._copy(opened, number, move)
 
     def _wanted(self, number: int, move: _Moves) -> Iterator[TensorRows]:
-        """What comes from file `number`."""
+        """Yields the rows needed from file `number`."""
         for index in np.flatnonzero(move.file == number):
             saved, box = self._pieces[move.found.fragment[index]], move.found.boxes[index]
             name = flat_name(move.to.kind, self._parameters[number][saved["parameter"]])
@@ -154,7 +157,7 @@ class SavedState:
             yield TensorRows(name, int(move.saved_begin[index]), *shape)
 
     def _open(self, file: SavedFile) -> tuple[Array, Counts]:
-        """The table of pieces in one file, and its counts."""
+        """Returns the table of pieces in one file, and its counts."""
         opened = self._opened(file)
         metadata = opened.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -163,8 +166,8 @@ class SavedState:
             )
         if metadata["tensors"] != self._expected:
             raise CheckpointError(
-                f"{file.path} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
-                f"that was trained, or start anew ({self._named_by})"
+                f"{file.path} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the "
+                f"trained model, or start a new run ({self._named_by})"
             )
         self._parameters.append(json.loads(metadata["parameters"]))
         if not file.is_whole:
@@ -179,12 +182,13 @@ class SavedState:
         return pieces, Counts(num_updates, optimizer_steps, *texts)
 
     def _agreed(self, numbers: Sequence[int], counts: Sequence[Counts]) -> Counts:
-        """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""
+        """Returns the common counts of the files `numbers`. These have contents. In the others, the optimizers made no
+        steps."""
         for number in numbers:
             if counts[number] != counts[numbers[0]]:
                 first, other = self._files[numbers[0]].path, self._files[number].path
                 raise CheckpointError(
-                    f"{first} and {other} were not saved together: {counts[numbers[0]]} and {counts[number]}; copy "
+                    f"{first} and {other} were not saved together: {counts[numbers[0]]} and {counts[number]}. Copy "
                     f"all files of one checkpoint ({self._named_by})"
                 )
         return counts[numbers[0] if numbers else 0]
@@ -198,7 +202,7 @@ class SavedState:
             raise CheckpointError(
                 f"the {len(self._files)} files of the training state in {self._folder} hold {held[wrong[0]]} "
                 f"elements of {describe(piece, self.tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
-                f"Files of some ranks are missing or twice there ({self._named_by})"
+                f"Files of some ranks are missing or duplicated ({self._named_by})"
             )
         return _Moves(
             to,
@@ -209,7 +213,7 @@ class SavedState:
         )
 
     def _copy(self, opened: Any, number: int, move: _Moves) -> None:
-        """What comes from file `number`, which is `opened`."""
+        """Copies the boxes of file `number`, already `opened`."""
         for index in np.flatnonzero(move.file == number):
             piece, saved = move.to.pieces[move.found.piece[index]], self._pieces[move.found.fragment[index]]
             box, flat = move.found.boxes[index], move.to.flats[piece["parameter"]]
@@ -219,25 +223,25 @@ class SavedState:
                 values = _view(opened.get_tensor(name), move.saved_begin[index], box, saved["stride"])
             except (SafetensorError, RuntimeError) as problem:
                 raise CheckpointError(
-                    f"{self._files[number].path}: {name} is not what {PIECES} says: {problem}"
+                    f"{self._files[number].path}: {name} does not match the table {PIECES}: {problem}"
                 ) from None
-            if self._files[number].is_whole:  # of another the pages that are read are there, and no others are wanted
+            if self._files[number].is_whole:  # others already have the pages to read
                 populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
 
     def _opened(self, file: SavedFile) -> Any:
-        """Mapped as long as it is used."""
+        """Returns the file, mapped while it is in use."""
         try:
             return safe_open(file.place, framework="pt")
         except FileNotFoundError:
             raise CheckpointError(
-                f"{file.path} does not exist: the checkpoint is incomplete ({self._named_by})"
+                f"{file.path} does not exist. The checkpoint is incomplete ({self._named_by})"
             ) from None
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{file.path} is damaged or cut short: {problem} ({self._named_by})") from None
 
     def _kept_open(self, file: SavedFile) -> Any:
-        """As `_opened`; the last ones stay open."""
+        """Returns the file as `_opened` does. The last files stay open."""
         if file not in self._open_files:
             if len(self._open_files) >= MAX_OPEN_FILES:
                 del self._open_files[next(iter(self._open_files))]
@@ -246,7 +250,7 @@ class SavedState:
 
 
 def _view(flat: Tensor, begin: np.int64, box: np.void, stride: np.int64) -> Tensor:
-    """[rows, cols]"""
+    """Returns a box of a flat tensor, shape [rows, cols]."""
     return flat[int(begin) :].as_strided((int(box["rows"]), int(box["cols"])), (int(stride), 1))
 
 
@@ -263,7 +267,7 @@ def _described(tensors: CanonicalTensors) -> str:
 
 
 def _difference(saved: Mapping[str, Sequence[int]], tensors: CanonicalTensors) -> str:
-    """In words, the first of them."""
+    """Describes the first difference."""
     model = {name: list(shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True)}
     name = next(name for name in [*model, *saved] if model.get(name) != saved.get(name))
     here, there = (f"has shape {shapes[name]}" if name in shapes else "does not exist" for shapes in (model, saved))

@@ -1,4 +1,5 @@
-"""What ranks of a reshard settle on gloo first: that all are there, and that their plans agree."""
+"""The agreement of a reshard's ranks over gloo. Before anything else, they wait for each other and compare their
+plans."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -24,22 +25,24 @@ from rltrain.reshard.rounds import (
 from rltrain.runtime.group_messages import broadcast_bytes
 from rltrain.runtime.heartbeat import Waiting, unnoted
 
-# Sums and maxima of a few numbers over all ranks of a gloo group, in as many rounds as the number of ranks has bits.
+# Sums and maxima of a few numbers over all ranks of a gloo group, in about as many rounds as the number of ranks has
+# bits.
 #
-# Gloo's own all-reduce is a ring: its last rank is reached after twice as many messages as there are ranks, one after
-# the other, which thousands of ranks wait for. In recursive doubling (Thakur, Rabenseifner and Gropp 2005) every rank
-# exchanges what it knows with the one whose number differs in one bit, bit by bit.
+# Gloo's own all-reduce is a ring. Its last rank is reached after twice as many successive messages as there are ranks,
+# and thousands of ranks would wait for it. This is recursive doubling (Thakur, Rabenseifner and Gropp 2005): bit by
+# bit, every rank exchanges its partial result with the rank differing in one bit of its number.
 
 Round = tuple[Literal["exchange", "give", "take"], int]
-"""What a rank does in it, and with whom. Who gives before it takes gets the result, else a part of it."""
+"""A rank's action in a round, and its peer. A take after a give brings the final result. Any other take brings a part
+of it."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 
 TAG = 2**30
-"""Of no other message over the group: reshards count theirs from 0."""
+"""The tag of these messages over the group."""
 
 
 def rounds(rank: int, num_ranks: int) -> Iterator[Round]:
-    """Ranks from the largest power of two on have one below it speak for them."""
+    """Yields the rounds of a rank. Ranks from the largest power of two on are represented by lower ranks."""
     power = 1 << (num_ranks.bit_length() - 1)
     if rank >= power:
         yield "give", rank - power
@@ -55,8 +58,8 @@ def rounds(rank: int, num_ranks: int) -> Iterator[Round]:
 
 
 def all_reduce(numbers: Tensor, combine: Combine, group: dist.ProcessGroup) -> Tensor:
-    """`combine` of the `numbers` of all ranks, in an order of its own on each: for whole numbers. RuntimeError where
-    another rank is lost. Collective over: `group`."""
+    """Returns `combine` of the `numbers` of all ranks. Each rank combines in another order, so use whole numbers.
+    Raises RuntimeError if another rank is lost. Collective over: `group`."""
     result, theirs = numbers.clone(), torch.empty_like(numbers)
     has_given = False
     for what, peer in rounds(group.rank(), group.size()):
@@ -73,18 +76,19 @@ def all_reduce(numbers: Tensor, combine: Combine, group: dist.ProcessGroup) -> T
     return result
 
 
-# What the ranks of a reshard settle on gloo before anything else: that all are there, and that their plans agree.
+# The agreement of a reshard's ranks.
 
 MAX_MESSAGE_BYTES = 2000
-"""Of an error that the other ranks are told."""
+"""Maximum bytes of an error sent to the other ranks."""
 
 Result = TypeVar("Result")
 
 
 class Agreement:
-    """Talks over `group` (gloo), which holds the ranks of both layouts; None where that is this rank alone.
+    """The communication of a reshard's ranks over `group` (gloo). It has the ranks of both layouts, or is None if this
+    rank is alone.
 
-    `waiting` is entered where ranks that came early wait for the others. Every method is collective over: `group`.
+    `waiting` is entered while early ranks wait for the others. Every method is collective over: `group`.
     """
 
     def __init__(
@@ -99,7 +103,8 @@ class Agreement:
         self._waiting = waiting
 
     def meet(self) -> None:
-        """Return when all ranks have come. Raises SyncError, which on one of them names those that have not."""
+        """Waits until all ranks have come. Otherwise raises SyncError. On one rank the message names the missing
+        ranks."""
         if self._group is None:
             return
         try:
@@ -107,15 +112,15 @@ class Agreement:
                 dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise SyncError(
-                f"rank {self.rank} waits at a reshard for all of ranks {self.ranks}, but: {error}. Look for what "
-                "ended or holds up the missing ones; config key timeouts.no_progress_s is how long a rank waits"
+                f"rank {self.rank} waits at a reshard for all of ranks {self.ranks}, but: {error}. Look in the "
+                "log for messages of the missing ranks. Config key timeouts.no_progress_s sets how long a rank waits"
             ) from error
 
     def together(self, attempt: Callable[[], Result]) -> Result:
-        """The result of `attempt`, once it has succeeded on all ranks.
+        """Returns the result of `attempt` once it has succeeded on all ranks.
 
-        Where it raises ValueError or SyncError on any, all ranks raise SyncError: those with their own message, the
-        others with that of the highest of those.
+        If it raises ValueError or SyncError on any rank, all ranks raise SyncError. Failed ranks raise their own
+        message. The others raise the message of the highest failed rank.
         """
         problem: Exception | None = None
         result: list[Result] = []
@@ -139,12 +144,13 @@ class Agreement:
         large_bytes: int | None,
         headers: Headers = NO_HEADERS,
     ) -> tuple[Rounds, ...]:
-        """How all ranks cut each stage, after comparing their settings, and what each sends with what its peers expect.
+        """Returns the rounds of each stage, equal on all ranks. First compares the settings of all ranks, and the sends
+        of each rank with the receives of its peers.
 
-        Messages of a stage have as many bytes more than they pack as `headers` say.
+        `headers` has the bytes of a message in addition to its packed bytes, by stage.
 
-        Raises SyncError where they differ, naming both ranks and what each says. Where all agree, which a maximum and a
-        sum over all ranks tell, no rank hears of every other one.
+        Raises SyncError if they differ. The message names two ranks and their values. If all agree, a maximum and a sum
+        over all ranks show it, and no rank needs the values of every other rank.
         """
         self.together(lambda: self._check_peers(exchanged))
         if self._group is None:
@@ -164,7 +170,7 @@ class Agreement:
         )
 
     def _name_who_differs(self, settings: list[int], exchanged: tuple[StageStreams, ...]) -> None:
-        """Raises SyncError on all ranks."""
+        """Finds two ranks in disagreement. Raises SyncError on all ranks."""
         streams = [column for stage in exchanged for column in self._table(stage.sends).T]
         rows = np.repeat([settings], len(self.ranks), axis=0)
         theirs = self.exchange(np.column_stack([rows, *streams]))
@@ -174,10 +180,10 @@ class Agreement:
             self._compare(theirs[:, len(settings) :].reshape(len(self.ranks), -1, 2), exchanged)
 
         self.together(compare)
-        raise SyncError(f"rank {self.rank}: plans that ranks compared pair by pair agree, and their sum does not")
+        raise SyncError(f"rank {self.rank}: the plans of all pairs of ranks agree, but their sum does not")
 
     def exchange(self, rows: IntArray) -> IntArray:
-        """Row i goes to rank `ranks[i]`; row i of the result comes from it."""
+        """Sends row i to rank `ranks[i]`. Row i of the result comes from this rank."""
         if self._group is None:
             return rows
         result = torch.empty(rows.shape, dtype=torch.int64)
@@ -186,16 +192,17 @@ class Agreement:
         return received
 
     def lengths(self, sent: Mapping[int, int]) -> dict[int, int]:
-        """By rank, how many bytes come from it, where each says by rank how many it has `sent`."""
+        """Exchanges lengths in bytes. Takes the bytes `sent` to each rank and returns the bytes coming from each
+        rank."""
         rows = np.array([[sent.get(rank, 0)] for rank in self.ranks], dtype=np.int64)
         return dict(zip(self.ranks, self.exchange(rows)[:, 0].tolist(), strict=True))
 
     def total(self, numbers: list[int]) -> list[int]:
-        """Sums over all ranks. Returns only when all have come here."""
+        """Returns sums over all ranks, once all ranks have come here."""
         return self._all_reduce(numbers, torch.add)
 
     def _maxima(self, numbers: list[int]) -> list[int]:
-        """The largest of all ranks, place by place."""
+        """Returns the maximum over all ranks for each of `numbers`."""
         return self._all_reduce(numbers, torch.maximum)
 
     def _all_reduce(self, numbers: list[int], combine: Combine) -> list[int]:
@@ -206,8 +213,8 @@ class Agreement:
             return result
         except RuntimeError as error:
             raise SyncError(
-                f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. Look for what "
-                "ended it: its own message comes first in the log"
+                f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. The message of "
+                "the lost rank comes first in the log"
             ) from error
 
     def _told(self, speaker: int, text: str) -> str:
@@ -223,7 +230,8 @@ class Agreement:
             )
 
     def _table(self, made: Streams) -> IntArray:
-        """[ranks of the group, 2]: bytes and checksum of the stream with each; zeros without one."""
+        """Returns bytes and checksum of the stream with each rank, shape [ranks of the group, 2]. They are zero without
+        a stream."""
         table = np.zeros((len(self.ranks), 2), dtype=np.int64)
         known = np.isin(made.peers, self.ranks)
         place = [self.ranks.index(peer) for peer in made.peers[known].tolist()]
@@ -231,7 +239,7 @@ class Agreement:
         return table
 
     def _compare_settings(self, settings: IntArray) -> None:
-        """Of all ranks, a row each."""
+        """Raises SyncError if `settings`, a row for each rank, differ."""
         differ = np.flatnonzero((settings != settings[0]).any(axis=1))
         if len(differ):
             other = int(differ[0])
@@ -256,7 +264,7 @@ class Agreement:
 
 
 def _imbalance(rank: int, exchanged: tuple[StageStreams, ...]) -> int:
-    """A number whose sum over all ranks is 0, in 64 bits, where every stream is the same at both of its ends."""
+    """Returns a 64-bit number. Its sum over all ranks is 0 if every stream is the same at both ends."""
     total = 0
     for number, stage in enumerate(exchanged):
         sent = stream_numbers(stage.sends, number, sources=rank, destinations=stage.sends.peers)
@@ -266,6 +274,6 @@ def _imbalance(rank: int, exchanged: tuple[StageStreams, ...]) -> int:
 
 
 def _extent(stage: StageStreams) -> tuple[int, int]:
-    """The most bytes and peers of either direction."""
+    """Returns the larger bytes and the larger number of peers of both directions."""
     both = (stage.sends, stage.receives)
     return max(made.total_bytes for made in both), max(len(made.peers) for made in both)

@@ -1,4 +1,4 @@
-"""Finds, encodes and applies what changed of packed bytes, on CPUs, GPUs or by torch (csrc/reshard_delta.h)."""
+"""Finds, encodes and applies changes of packed bytes, on CPUs, on GPUs or by torch (csrc/reshard_delta.h)."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,27 +13,27 @@ from rltrain.reshard import native
 from rltrain.reshard.copy_table import CopyTable, CudaKernels
 from rltrain.reshard.native import DELTA_BLOCK, DELTA_WHOLE, SLICE
 
-# Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal.
+# Changes by torch operations. They are used without a native library, and as the reference for its results.
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TorchChanges:
-    """Finds and applies changes by torch operations.
+    """The search for changes and their application by torch operations.
 
-    Tensors are contiguous bytes on one device; sections begin at multiples of their items.
+    Tensors are contiguous bytes on one device. Sections begin at multiples of their item size.
     """
 
     keeps_as_it_marks = False
-    """Whether `mark` has `kept` equal `packed` already."""
+    """Whether `mark` already makes `kept` equal `packed`."""
     packs = False
     """Whether `mark` takes a `packing`."""
 
     def mark(
         self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
-        `packed` on the way; without it is made already."""
+        """Returns (lengths, bits, [places, values, changes]) of the differences, in elements of `item` bytes. `packing`
+        makes `packed` on the way. Without it, `packed` must be ready."""
         differing = packed.view(BITS[item]) != kept.view(BITS[item])
         sizes = block_sizes(len(differing), packed.device)
         padded = torch.nn.functional.pad(differing, (0, len(sizes) * DELTA_BLOCK - len(differing)))
@@ -43,7 +43,8 @@ class TorchChanges:
         return lengths, differing, totals_of(counts, whole, sizes)
 
     def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
+        """Encodes the marked differences into `parts` and makes `kept` equal `packed`. Neither may have been written
+        since `mark`."""
         lengths, places, values = parts
         differing, bits = marks.bits, BITS[marks.extent.item]
         lengths.copy_(marks.lengths)
@@ -55,8 +56,10 @@ class TorchChanges:
     def apply(
         self, slices: Array, begin: int, extent: "Extent", parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
     ) -> bool:
-        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
-        `begin` of their source is the section's first. False where they do not fit."""
+        """Writes changed values to the destinations of `slices` [SLICE]. Returns false if they do not fit.
+
+        The sources of the slices follow each other. Element `begin` of their source is the section's first.
+        """
         lengths, places, values = parts
         elements = _elements(lengths, places, extent)
         if elements is None or len(elements) != extent.values:
@@ -73,21 +76,23 @@ class TorchChanges:
 
 
 def totals_of(counts: Tensor, whole: Tensor, sizes: Tensor) -> list[int]:
-    """Places, values and changes, where `counts` of each block changed and blocks that are `whole` are sent so."""
+    """Returns the numbers of places, values and changes. `counts` are the changes of each block. Blocks in `whole` are
+    sent whole."""
     columns = counts.masked_fill(whole, 0), torch.where(whole, sizes, counts), counts
     totals: list[int] = torch.stack(columns).sum(1).tolist()
     return totals
 
 
 def block_sizes(elements: int, device: torch.device) -> Tensor:
-    """[blocks]: how many elements each has."""
+    """Returns the number of elements of each block, shape [blocks]."""
     sizes = torch.full((-(-elements // DELTA_BLOCK),), DELTA_BLOCK, dtype=torch.int64, device=device)
     sizes[-1] = elements - (len(sizes) - 1) * DELTA_BLOCK
     return sizes
 
 
 def _elements(lengths: Tensor, places: Tensor, extent: "Extent") -> Tensor | None:
-    """[values], ascending: which element each is. None where places are not as many as lengths say."""
+    """Returns the number of each value's element, ascending, shape [values]. Returns None if the places do not match
+    the lengths."""
     sizes = block_sizes(extent.elements, lengths.device)
     whole = lengths == DELTA_WHOLE
     block = torch.arange(len(sizes), device=lengths.device)
@@ -114,7 +119,7 @@ def _put(made: np.void, elements: Tensor, values: Tensor, bases: list[Tensor]) -
 
 
 def _widened(values: Tensor, source: ElementType) -> Tensor:
-    """Bits of float32, with the NaNs of csrc/reshard.h."""
+    """Returns float32 values as bits, with the NaNs of csrc/reshard.h."""
     if source == ElementType.BFLOAT16:
         return values.to(torch.int32) << 16
     halves = values.view(torch.float16)
@@ -126,10 +131,10 @@ def _widened(values: Tensor, source: ElementType) -> Tensor:
     )
 
 
-# What changed of packed bytes since they were sent last: found, encoded and applied (csrc/reshard_delta.h).
+# Changes of packed bytes since they were last sent (csrc/reshard_delta.h).
 
 ALIGNMENT = 16
-"""Bytes: where each of the arrays of an encoded section begins."""
+"""Bytes. Each array of an encoded section begins at a multiple of it."""
 
 
 def rounded_up(num_bytes: int) -> int:
@@ -138,7 +143,7 @@ def rounded_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """What is encoded of a section of `elements` of `item` bytes: numbers of places and of values."""
+    """The encoded size of a section with `elements` of `item` bytes. `places` and `values` are numbers of entries."""
 
     elements: int
     item: int
@@ -147,7 +152,8 @@ class Extent:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of lengths, places and values, to the next multiple of ALIGNMENT; nothing where nothing changed."""
+        """Bytes of lengths, places and values, each rounded up to a multiple of ALIGNMENT. They are 0 if nothing
+        changed."""
         if not self.values:
             return 0, 0, 0
         blocks = -(-self.elements // DELTA_BLOCK)
@@ -158,7 +164,7 @@ class Extent:
         return sum(self.sizes)
 
     def parts(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lengths, places and values within `encoded`, bytes that begin with them."""
+        """Returns lengths, places and values as views into `encoded`, at its beginning."""
         lengths, places, _ = self.sizes
         blocks = -(-self.elements // DELTA_BLOCK)
         return (
@@ -170,8 +176,11 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What of a section differs, `changed` elements: `lengths` [blocks] uint8 as they are encoded, and `bits`, which
-    the implementation that made them understands, until it makes others of the same item size."""
+    """The differences of a section, in `changed` elements.
+
+    `lengths` [blocks] uint8 are as encoded. `bits` belong to the implementation of `mark`. They are valid until it
+    marks another section of the same item size.
+    """
 
     extent: Extent
     changed: int
@@ -181,7 +190,7 @@ class Marks:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Slices `first:last` of `table` pack a section, which begins at element `begin` of their destination."""
+    """The slices `first:last` of `table` for packing a section. It begins at element `begin` of their destination."""
 
     table: CopyTable
     first: int
@@ -190,9 +199,9 @@ class Packing:
 
 
 class NativeChanges:
-    """Does what `TorchChanges` does by csrc/reshard_cpu_delta.h, with as many threads as torch has.
+    """The twin of `TorchChanges` by csrc/reshard_cpu_delta.h, with torch's number of threads.
 
-    Marks of one item size are those made last.
+    Only the last marks of each item size are valid.
     """
 
     keeps_as_it_marks = packs = True
@@ -231,7 +240,7 @@ class NativeChanges:
         self._gather(packed.data_ptr(), marks.bits.data_ptr(), extent.elements, extent.item, *pointers)
 
     def _room(self, num_bytes: int, item: int) -> Tensor:
-        """Memory for what is found, of which only what is found is touched."""
+        """Returns memory for marks. Only the used part of it is touched."""
         if item not in self._found or self._found[item].numel() < num_bytes:
             self._found[item] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._found[item]
@@ -260,7 +269,7 @@ class NativeChanges:
 
 def _expect_memory(error: int) -> None:
     if error:
-        raise RuntimeError("the native library could not compare what was packed: out of memory")
+        raise RuntimeError("the native library could not compare packed bytes: out of memory")
 
 
 # Changes of packed bytes on NVIDIA GPUs by csrc/reshard_cuda_delta.h.
@@ -269,7 +278,7 @@ LANES = 32
 
 
 class CudaChanges(CudaKernels):
-    """Does what `TorchChanges` does. The host waits for what it must know."""
+    """The twin of `TorchChanges` by CUDA kernels. The host waits for the numbers it needs."""
 
     keeps_as_it_marks = packs = False
 
@@ -320,11 +329,11 @@ class CudaChanges(CudaKernels):
         return not bool(wrong.item())
 
     def _launch(self, kernel: Callable[..., int], *arguments: int) -> None:
-        self._start(kernel, *arguments, told="what was packed cannot be compared")
+        self._start(kernel, *arguments, told="cannot compare packed bytes")
 
 
 def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-    """[blocks] each: places and values up to the end of each block."""
+    """Returns the numbers of places and of values up to the end of each block, shape [blocks] each."""
     whole, counts = lengths == DELTA_WHOLE, lengths.to(torch.int64)
     places = counts.masked_fill(whole, 0)
     values = torch.where(whole, block_sizes(elements, lengths.device), counts)
@@ -332,20 +341,21 @@ def _totals(lengths: Tensor, elements: int) -> tuple[Tensor, Tensor]:
 
 
 def _starts(lengths: Tensor, elements: int) -> list[Tensor]:
-    """[blocks] each: the first place and the first value of each block."""
+    """Returns the indices of the first place and of the first value of each block, shape [blocks] each."""
     return [torch.nn.functional.pad(ends, (1, -1)) for ends in _totals(lengths, elements)]
 
 
 assert DELTA_BLOCK == LANES * 8, "a lane marks its elements in a byte"
 
 
-# Which of them is taken.
+# The choice of an implementation.
 
 Changes = TorchChanges | NativeChanges | CudaChanges
 
 
 def changes_on(device: torch.device) -> Changes:
-    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
+    """Returns the implementation for `device`. All implementations give the same bytes. Raises UserError as
+    `native.backend` does."""
     match native.backend(device.type):
         case "cuda":
             return CudaChanges(device)
@@ -355,6 +365,6 @@ def changes_on(device: torch.device) -> Changes:
 
 
 def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
-    """What of `packed` differs from `kept`, by elements of `item` bytes."""
+    """Returns the differences between `packed` and `kept`, by elements of `item` bytes."""
     lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
     return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)

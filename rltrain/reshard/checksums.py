@@ -1,4 +1,4 @@
-"""Checksums of boxes of tensors: sums over elements, so that boxes may be cut in any way (csrc/reshard.h)."""
+"""Checksums of boxes of tensors. They are sums over elements, so boxes may be cut in any way (csrc/reshard.h)."""
 
 from collections.abc import Sequence
 
@@ -29,14 +29,15 @@ BOX = np.dtype(
         ("exact", np.bool_),
     ]
 )
-"""Elements (i, j), i < rows and j < cols, at offset + i * stride + j of tensor number `base`. Each is number
-place + i * width + j of what the checksum is of, which is added to `entry`. Unless `exact`, all NaNs are alike."""
+"""A box of tensor number `base`. Its element (i, j), i < rows and j < cols, is at offset + i * stride + j. In the
+checksum it counts as element place + i * width + j. The sum is added to `entry`. Unless `exact`, all NaNs are alike."""
 
 
 def checksums(boxes: Array, tensors: Sequence[Tensor], num_entries: int) -> IntArray:
-    """[num_entries] int64: the checksums of `boxes` [BOX] in contiguous `tensors`, all on one device.
+    """Returns the checksums of `boxes` [BOX] in contiguous `tensors`, int64 [num_entries]. All tensors must be on one
+    device.
 
-    The same on every device and with or without native code. ValueError where a box leaves its tensor.
+    The result is the same on every device, with and without native code. Raises ValueError if a box leaves its tensor.
     """
     if not len(boxes):
         return np.zeros(num_entries, dtype=np.int64)
@@ -55,7 +56,7 @@ def checksums(boxes: Array, tensors: Sequence[Tensor], num_entries: int) -> IntA
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """Of a contiguous tensor of any type of 1, 2 or 4 bytes, by its bits."""
+    """Returns the checksum of a contiguous tensor's bits. Its type may be any with 1, 2 or 4 bytes."""
     flat = tensor.detach().view(-1).view(DTYPES[_TYPE_OF_SIZE[tensor.dtype.itemsize]])
     box = np.zeros(1, dtype=BOX)
     box["rows"], box["cols"], box["exact"] = 1, len(flat), True
@@ -63,7 +64,8 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def _slices(boxes: Array, types: Array) -> Array:
-    """[SLICE] as rs_cpu_checksum and its twin want them; the sums are the base after those of `types`."""
+    """Returns slices [SLICE] in the form of rs_cpu_checksum and its CUDA twin. The sums are the base after the bases of
+    `types`."""
     slices = np.zeros(len(boxes), dtype=SLICE)
     slices["src_base"], slices["src_offset"], slices["src_stride"] = boxes["base"], boxes["offset"], boxes["stride"]
     slices["rows"], slices["cols"] = boxes["rows"], boxes["cols"]

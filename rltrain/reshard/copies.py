@@ -1,4 +1,5 @@
-"""The copies of a reshard on one rank, as slices of one table: local ones, and per stage and round pack and unpack."""
+"""The copies of a reshard on one rank, as slices of one table. There are local copies, and a pack and an unpack per
+stage and round."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,9 +28,12 @@ from rltrain.reshard.rounds import (
 
 @dataclass(frozen=True)
 class BaseNumbers:
-    """How a table numbers the memory that it addresses: source parameters, destination parameters, two staging buffers
-    to send from, two to receive into, the table of block magnitudes, two slots that neighbours read, and two slots of
-    each of these `neighbours`."""
+    """The numbers of a table's bases.
+
+    Source parameters come first. Then come destination parameters, two staging buffers to send from, two to receive
+    into, and the table of block magnitudes. The last are this rank's two slots in shared memory, and two slots of each
+    of these `neighbours`.
+    """
 
     num_source: int
     num_destination: int
@@ -56,11 +60,11 @@ class BaseNumbers:
         return self.amax + 1
 
     def packed(self, kind: StageKind) -> int:
-        """The first of two bases into which a stage packs."""
+        """Returns the first of two bases for packing a stage."""
         return self.slots if kind.shared else self.send
 
     def received(self, kind: StageKind, peers: IntArray) -> IntArray:
-        """The first of the two bases from which a stage unpacks what comes from each of `peers`."""
+        """Returns the first of two bases for unpacking a stage, for each of `peers`."""
         if not kind.shared:
             return np.full(len(peers), self.receive)
         bases: IntArray = self.slots + 2 + 2 * np.searchsorted(self.neighbours, peers)
@@ -68,11 +72,12 @@ class BaseNumbers:
 
 
 FIRST_TAG = 2**30
-"""Of messages: above the tags of whatever else uses their group."""
+"""The first tag of messages, above the tags of other code on the group."""
 
 
 class Message(NamedTuple):
-    """`num_bytes` at byte `offset` of base number `base`, to or from rank `peer`; `tag` is the same on both ends."""
+    """A message of `num_bytes` at byte `offset` of base number `base`, to or from rank `peer`. `tag` is the same on
+    both ends."""
 
     peer: int
     tag: int
@@ -83,11 +88,14 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageSteps:
-    """A stage on one rank. Round k packs slices `pack[k]:pack[k + 1]` of the table, sends the messages `sends[k]` and
-    receives `receives[k]`, and unpacks slices `unpack[k]:unpack[k + 1]`. What needs no staging buffer is outside of the
-    rounds: `sends_in_place` and `receives_in_place`.
+    """A stage on one rank.
 
-    In shared memory messages are unpacked from where their sender packed them, and several ranks may read the same.
+    Round k packs slices `pack[k]:pack[k + 1]` of the table, sends the messages `sends[k]`, receives `receives[k]` and
+    unpacks slices `unpack[k]:unpack[k + 1]`. Messages without staging are outside of the rounds, in `sends_in_place`
+    and `receives_in_place`.
+
+    In shared memory, receivers unpack messages from the memory of their sender. Several ranks may read the same
+    message.
     """
 
     kind: StageKind
@@ -99,15 +107,15 @@ class StageSteps:
     pack: list[int]
     unpack: list[int]
     send_bytes: int
-    """What a staging buffer, or a slot, to send from must hold."""
+    """Bytes of a staging buffer, or of a slot, to send from."""
     receive_bytes: int
     header_bytes: int = 0
-    """Of every message."""
+    """Bytes of every message's header."""
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """All of a reshard on one rank: `slices` [SLICE], of which the first `num_copies` are the local copies."""
+    """The steps of a reshard on one rank. The first `num_copies` of `slices` [SLICE] are the local copies."""
 
     slices: Array
     num_copies: int
@@ -116,7 +124,7 @@ class Steps:
 
     @property
     def slot_bytes(self) -> int:
-        """What a slot in shared memory must hold."""
+        """Bytes of a slot in shared memory."""
         return max(stage.send_bytes for stage in self.stages if stage.kind.shared)
 
 
@@ -130,9 +138,12 @@ def make_steps(
     large_bytes: int | None = None,
     headers: Headers = NO_HEADERS,
 ) -> Steps:
-    """`read` is of the neighbours that `exchanged` was made for; `blocks` must be given where the plan quantises;
-    `large_bytes` is as in `cut`, for what does not pass through shared memory. A message with a
-    header is staged, and is the only one of its stream in a round."""
+    """Returns the steps of `plan` on its rank.
+
+    `read` has the neighbours used for `exchanged`. `blocks` is required if the plan quantises. `large_bytes` is as in
+    `cut`, for messages outside shared memory. A message with a header is staged, and is the only one of its stream in a
+    round.
+    """
     bases = BaseNumbers(len(plan.source_parameters), len(plan.destination_parameters), read.neighbours)
     builder = _Builder(bases, blocks)
     builder.add(_local_slices(plan, bases), plan.copies)
@@ -161,7 +172,7 @@ def _stage_steps(
     first_tag: int,
     header_bytes: int,
 ) -> StageSteps:
-    """`ends` is what the rank sends and what it receives, cut into rounds."""
+    """Returns the steps of a stage. `ends` are the rank's sends and receives, cut into rounds."""
     bases, kind, (packs, unpacks) = builder.bases, stage.kind, ends
     source, types = (bases.destination, plan.destination_types) if kind.fans_out else (0, plan.source_types)
     staging = bases.packed(kind)
@@ -188,7 +199,7 @@ def _stage_steps(
 
 
 def _to_all_readers(rounds: list[list[Message]], stage: StageStreams) -> list[list[Message]]:
-    """The messages of packed streams, once for every peer that is sent one."""
+    """Returns the messages of packed streams, repeated for each receiver."""
     readers: dict[int, list[int]] = {peer: [] for peer in stage.packed.peers.tolist()}
     for peer, first in zip(stage.sends.peers.tolist(), stage.packed.peers[stage.packed_as].tolist(), strict=True):
         readers[first].append(peer)
@@ -198,7 +209,7 @@ def _to_all_readers(rounds: list[list[Message]], stage: StageStreams) -> list[li
 
 
 class _Builder:
-    """Puts a table together."""
+    """The slices of a table, collected part by part."""
 
     def __init__(self, bases: BaseNumbers, blocks: BlockTable | None) -> None:
         self.bases = bases
@@ -206,7 +217,7 @@ class _Builder:
         self._blocks, self._length = blocks, 0
 
     def add(self, slices: Array, boxes: Array) -> int:
-        """Append `slices`, which copy `boxes`; the number of the first one."""
+        """Appends `slices`, the copies of `boxes`. Returns the number of the first one."""
         _place_blocks(slices, boxes, self._blocks, self.bases.amax)
         self.tables.append(slices)
         self._length += len(slices)
@@ -216,8 +227,8 @@ class _Builder:
 def _addressed(
     messages: Messages, parameters: int, staging: int | IntArray, first_tag: int, header_bytes: int
 ) -> tuple[list[list[Message]], list[Message]]:
-    """(staged messages of every round, with their headers, messages in place). Parameters are numbered from base
-    `parameters`, staging buffers from `staging`."""
+    """Returns (staged messages of every round with their headers, messages in place). `parameters` is the first base of
+    the parameters, and `staging` the first base of the staging buffers."""
     number: IntArray = np.repeat(np.arange(len(messages.starts) - 1), np.diff(messages.starts))
     staged = messages.parameters < 0
     base = np.where(staged, staging + number % 2, parameters + messages.parameters)
@@ -267,8 +278,8 @@ def _at_parameter(slices: Array, side: str, boxes: Array, base: int, types: Type
 
 
 def _at_staging(slices: Array, side: str, made: Cut, base: int | IntArray) -> None:
-    """Rounds take turns between the two buffers from `base`, which may be another one for each box; a box lies there
-    without gaps."""
+    """Sets one side of slices to staging buffers. Rounds alternate between the two buffers from `base` on, and each box
+    may have another `base`. A box has no gaps there."""
     number: IntArray = np.repeat(np.arange(len(made.starts) - 1), np.diff(made.starts))
     slices[f"{side}_base"] = base + number % 2
     slices[f"{side}_offset"], slices[f"{side}_stride"] = made.staged, made.boxes["cols"]

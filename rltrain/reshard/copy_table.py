@@ -1,8 +1,8 @@
-"""Copies of many strided two-dimensional slices in one call, with casts and FP8 quantisation on the way.
+"""Copies many strided two-dimensional slices in one call, with casts and FP8 quantisation on the way.
 
-A `CopyTable` is made once from descriptors [SLICE]; memory is given to it by `bind`, so that the table outlives the
-tensors. What carries it out is chosen per device by `native.backend`: CUDA kernels, native CPU code, or torch
-operations where neither was built. All give the same bits, as csrc/reshard.h says.
+A `CopyTable` is made once from descriptors [SLICE]. It gets its memory by `bind`, so it outlives the tensors.
+`native.backend` chooses the implementation per device: CUDA kernels, native CPU code, or torch operations if neither
+was built. All give the same bits (see csrc/reshard.h).
 """
 
 import ctypes
@@ -36,7 +36,8 @@ from rltrain.reshard.native import (
 
 
 class CpuCopies:
-    """Does what `TorchCopies` does, with as many threads as torch has at the time of a launch."""
+    """The twin of `TorchCopies` in native code for the CPU. It uses torch's number of threads at the time of a
+    launch."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices
@@ -63,15 +64,15 @@ class CpuCopies:
         self._run(self._checksum, first, last)
 
     def addresses(self, first: int, last: int) -> tuple[int, int, int]:
-        """See `CopyTable.addresses`."""
+        """Returns the addresses described in `CopyTable.addresses`."""
         return self._table + first * SLICE.itemsize, last - first, self._pointers
 
     def _run(self, function: Callable[..., int], first: int, last: int) -> None:
         if function(*self.addresses(first, last), torch.get_num_threads()):
-            raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
+            raise RuntimeError(f"the native library could not process slices {first}:{last}: out of memory")
 
 
-# Cutting slices into the tiles that warps of the CUDA kernels take.
+# Tiles of slices, for the warps of the CUDA kernels.
 
 TILE = np.dtype(
     [
@@ -83,30 +84,31 @@ TILE = np.dtype(
         ("unused", np.int32),
     ]
 )
-"""rs_tile of csrc/reshard_cuda_tiles.h, field by field."""
+"""The struct rs_tile of csrc/reshard_cuda_tiles.h, field by field."""
 
 TILE_BYTES = 16384
-"""Most bytes of a tile in the wider of its two types: four rounds of a warp's loads."""
+"""Maximum bytes of a tile, in the wider of its two types. They are four rounds of a warp's loads."""
 
 _ALIGNMENT = 16
-"""Columns between tiles are a multiple of it, so that vectors fit in all of a row's tiles if they fit in the row."""
+"""Columns between tiles are multiples of it. If vectors fit in a row, they fit in all of its tiles."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Slices cut into tiles: those of slices[first:last] are tiles[first_tile[first]:first_tile[last]]."""
+    """Slices cut into tiles. The tiles of slices[first:last] are tiles[first_tile[first]:first_tile[last]]."""
 
     slices: Array
-    """As given, but that slices without gaps between their rows are one row."""
+    """The given slices. A slice without gaps between its rows is one row here."""
     tiles: Array
     first_tile: NDArray[np.int64]
-    """[slices + 1]"""
+    """The number of the first tile of each slice, shape [slices + 1]."""
 
 
 def cut(slices: Array) -> Tiles:
-    """Tiles of `slices` [SLICE], which they cover exactly: in the order of the slices, then by rows, then by columns.
+    """Cuts `slices` [SLICE] into tiles. Tiles cover the slices exactly, in the order of the slices, then by rows, then
+    by columns.
 
-    Tiles of slices that quantise lie within one block.
+    Each tile of a quantising slice is within one block.
     """
     joined = _joined(slices)
     tile_rows, tile_cols, above, left = _shapes(joined)
@@ -128,7 +130,7 @@ def cut(slices: Array) -> Tiles:
 
 
 def _joined(slices: Array) -> Array:
-    """Slices whose rows follow each other without gaps on both sides, as one row."""
+    """Returns the slices. If neither side has gaps between the rows of a slice, its rows are joined to one."""
     joined = slices.copy()
     without_gaps = (slices["src_stride"] == slices["cols"]) & (slices["dst_stride"] == slices["cols"])
     chosen = (without_gaps | (slices["rows"] == 1)) & ~quantises(slices)
@@ -138,7 +140,8 @@ def _joined(slices: Array) -> Array:
 
 
 def _shapes(slices: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows and columns of the tiles of each slice, and those of its first tile that lie above and left of the slice."""
+    """Returns (tile_rows, tile_cols, above, left) for each slice. Its first tile begins `above` rows above and `left`
+    columns left of the slice."""
     quantised = quantises(slices)
     most = TILE_BYTES // np.maximum(ITEM_BYTES[slices["src_type"]], ITEM_BYTES[slices["dst_type"]])
     # About equal parts of a row.
@@ -146,7 +149,7 @@ def _shapes(slices: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
     aligned = -(-slices["cols"] // (across * _ALIGNMENT)) * _ALIGNMENT
     tile_cols = np.where(quantised, BLOCK, np.maximum(aligned, 1))
     tile_rows = np.maximum(most // np.maximum(np.minimum(tile_cols, slices["cols"]), 1), 1)
-    # A power of two, so that blocks are whole tiles.
+    # A power of two, so blocks consist of whole tiles.
     within_block = np.minimum(2 ** np.log2(tile_rows).astype(np.int64), BLOCK)
     tile_rows = np.where(quantised, within_block, tile_rows)
     above = np.where(quantised, slices["row_phase"] % tile_rows, 0)
@@ -157,7 +160,8 @@ def _shapes(slices: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
 def _pieces(
     number: NDArray[np.int64], size: NDArray[np.int64], before: NDArray[np.int64], length: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and length of the number-th piece of `length`, cut every `size` from `before` ahead of its start."""
+    """Returns start and length of the number-th piece of `length`. Pieces have `size` elements, counted from `before`
+    elements ahead of the start."""
     start = np.maximum(number * size - before, 0)
     end = np.minimum((number + 1) * size - before, length)
     return start, end - start
@@ -169,9 +173,9 @@ assert TILE.itemsize == native.CUDA_TILE_BYTES
 
 
 class CudaKernels:
-    """Launches functions of the CUDA library, which is asynchronous, on the current stream of `device`.
+    """Functions of the CUDA library, launched on the current stream of `device`. Launches are asynchronous.
 
-    Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
+    Set `num_blocks` lower to leave multiprocessors to concurrent work. Two blocks fill one multiprocessor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,11 +187,11 @@ class CudaKernels:
             raise RuntimeError(f"no multiprocessors of {device} can be counted: {self._reason(-self.num_blocks)}")
 
     def _kernel(self, name: str, *arguments: type) -> Callable[..., int]:
-        """Returns the function of this name, which takes blocks, device and stream behind its `arguments`."""
+        """Returns a function of the library. It takes `arguments`, then blocks, device and stream."""
         return native.typed(self._library[name], *arguments, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 
     def _start(self, kernel: Callable[..., int], *arguments: int, told: str) -> None:
-        """Launches a kernel; `told` begins the message of an error."""
+        """Launches a kernel. `told` is the beginning of an error message."""
         with self._current_stream() as stream:
             error = kernel(*arguments, self.num_blocks, self._ordinal, stream)
         if error:
@@ -201,13 +205,13 @@ class CudaKernels:
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """The current stream of the device, which becomes the current device within."""
+        """Yields the current stream of the device. Inside, the device is the current one."""
         with torch.cuda.device(self._ordinal):
             yield torch.cuda.current_stream().cuda_stream
 
 
 class CudaCopies(CudaKernels):
-    """Does what `TorchCopies` does."""
+    """The twin of `TorchCopies` by CUDA kernels."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         super().__init__(device)
@@ -228,7 +232,7 @@ class CudaCopies(CudaKernels):
         pointers = [tensor.data_ptr() for tensor in tensors]
         if pointers == self._pointers:
             return
-        # A new table: launches under way read the former one, whose memory is not reused before they have ended.
+        # A new table, because launches under way still read the former one. Its memory is not reused before they end.
         self._bases = self._upload(np.array(pointers, dtype=np.uint64))
         self._streams.clear()
         self._pointers = pointers
@@ -246,19 +250,20 @@ class CudaCopies(CudaKernels):
         tiles = int(self._first_tile[first]), int(self._first_tile[last])
         if tiles[0] < tiles[1]:
             tables = self._tiles.data_ptr(), self._slices.data_ptr(), self._bases.data_ptr()
-            self._start(kernel, *tables, *tiles, told=f"slices {first}:{last} cannot be gone through")
+            self._start(kernel, *tables, *tiles, told=f"cannot process slices {first}:{last}")
 
     def _upload(self, table: Array) -> Tensor:
-        """The bytes of `table` on the device, there for all streams once this returns.
+        """Returns the bytes of `table` on the device, ready for all streams.
 
-        On a stream of its own, so that the host does not wait for work that is queued on the current one.
+        It uses a separate stream, so the host does not wait for work queued on the current one.
         """
         with torch.cuda.stream(_upload_stream(self._ordinal)):
             return torch.from_numpy(table.view(np.uint8)).to(f"cuda:{self._ordinal}")
 
     @contextmanager
     def _current_stream(self) -> Iterator[int]:
-        """Has the allocator keep the memory of the tables, too, until this stream has read them."""
+        """Yields the current stream. Also makes the allocator keep the memory of the tables until this stream has read
+        them."""
         with super()._current_stream() as stream:
             if stream not in self._streams:
                 for tensor in (self._tiles, self._slices, self._bases):
@@ -272,7 +277,7 @@ def _upload_stream(ordinal: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
 
 
-# Torch's dtype of every element type, and tensors of it for a layout's parameters.
+# Torch's dtype of every element type, and zeroed parameters of a layout.
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,
@@ -283,7 +288,7 @@ DTYPES = {
 
 
 def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
+    """Returns a zeroed tensor for every parameter of `rank` in `layout`, by name."""
     kinds = parameter_types(layout, layout.parts[layout.ranks.index(rank)]).tolist()
     return {
         name: torch.zeros(shape, dtype=DTYPES[ElementType(kind)], device=device)
@@ -291,10 +296,10 @@ def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str
     }
 
 
-# FP8 in blocks, as torch operations: the reference that the kernels equal bit for bit.
+# FP8 in blocks by torch operations. The kernels equal this reference bit for bit.
 #
-# A matrix [R, C] is cut into blocks of 128 x 128 elements, partial ones at its right and lower edges. Per block, in
-# float32:
+# A matrix [R, C] is cut into blocks of 128 x 128 elements, with partial blocks at its right and lower edges. Per block,
+# in float32:
 #
 #     amax    = max |x|, NaN if any x is NaN
 #     a       = max(amax, 2**-100)
@@ -302,11 +307,11 @@ def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str
 #     inverse = 448 / a
 #     q       = x * inverse, rounded to nearest even in e4m3, saturated at 448
 #
-# 448 is the largest e4m3 number, and x is about q * scale. Where amax is not finite, scale is the NaN 0x7fc00000 and
-# every q is the NaN 0x7f.
+# 448 is the largest e4m3 number, and x is about q * scale. If amax is not finite, scale is the NaN 0x7fc00000 and every
+# q is the NaN 0x7f.
 #
-# Both quotients are rounded from the exact ones: divisor and dividend are tensors, because torch replaces the division
-# of a tensor by a Python number, and of a Python number by a tensor, by a multiplication with a rounded reciprocal.
+# Both quotients are rounded from the exact ones, so divisor and dividend are tensors. With a Python number as one of
+# them, torch would multiply with a rounded reciprocal instead.
 
 MAX_FLOAT8 = 448.0
 SMALLEST_AMAX = 2.0**-100
@@ -314,7 +319,8 @@ NAN_FLOAT8 = 0x7F
 
 
 def block_amax(x: Tensor) -> Tensor:
-    """Largest magnitudes of the blocks of `x` [R, C]: float32 [ceil(R / 128), ceil(C / 128)]."""
+    """Returns the largest magnitude of each block of `x` [R, C], as float32 [ceil(R / 128), ceil(C / 128)]. A block
+    with a NaN gets NaN."""
     rows, cols = (-(-size // BLOCK) for size in x.shape)
     magnitudes = torch.nn.functional.pad(x.abs(), (0, cols * BLOCK - x.shape[1], 0, rows * BLOCK - x.shape[0]))
     amax = magnitudes.view(rows, BLOCK, cols, BLOCK).amax((1, 3)).float()
@@ -322,19 +328,20 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor) -> Tensor:
-    """What the quantised elements of blocks of these magnitudes are multiplied with, float32 of the same shape."""
+    """Returns the scales of blocks of these magnitudes, float32 of the same shape. A quantised element times its scale
+    approximates the original. A magnitude without a finite value gives NaN."""
     a = amax.clamp(min=SMALLEST_AMAX)
     return torch.where(amax.isfinite(), a / torch.full_like(a, MAX_FLOAT8), torch.nan)
 
 
 def inverse_scales_of(amax: Tensor) -> Tensor:
-    """What the elements of blocks of these magnitudes are multiplied with before rounding; NaN as in `scales_of`."""
+    """Returns the factors of elements before rounding, for blocks of these magnitudes. NaN as in `scales_of`."""
     a = amax.clamp(min=SMALLEST_AMAX)
     return torch.where(amax.isfinite(), torch.full_like(a, MAX_FLOAT8) / a, torch.nan)
 
 
 def quantize_elements(x: Tensor, inverse: Tensor) -> Tensor:
-    """`x` in e4m3 after a multiplication with `inverse`, which has or broadcasts to its shape."""
+    """Returns `x` times `inverse` in e4m3. `inverse` has the shape of `x` or broadcasts to it."""
     scaled = x.float() * inverse
     q = scaled.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)
     q.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_FLOAT8)
@@ -342,19 +349,20 @@ def quantize_elements(x: Tensor, inverse: Tensor) -> Tensor:
 
 
 def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn [R, C] and the scales of its blocks, float32 [ceil(R / 128), ceil(C / 128)], of `x` [R, C]."""
+    """Quantises `x` [R, C] in blocks. Returns float8_e4m3fn [R, C] and the scales of its blocks, float32 [ceil(R /
+    128), ceil(C / 128)]."""
     amax = block_amax(x)
     return quantize_elements(x, per_element(inverse_scales_of(amax), x.shape)), scales_of(amax)
 
 
 def dequantize(q: Tensor, scales: Tensor) -> Tensor:
-    """float32 [R, C] of what `quantize_blocks` gives."""
+    """Returns the float32 values [R, C] of a result of `quantize_blocks`."""
     return q.float() * per_element(scales, q.shape)
 
 
 def per_element(blocks: Tensor, shape: torch.Size, *, row_phase: int = 0, col_phase: int = 0) -> Tensor:
-    """Values per block as values per element of a matrix of this shape, whose first element lies at these phases
-    within the first block."""
+    """Expands values per block to values per element of a matrix of this shape. The phases are the position of the
+    matrix's first element within the first block."""
     rows = torch.arange(row_phase, row_phase + shape[0], device=blocks.device) // BLOCK
     cols = torch.arange(col_phase, col_phase + shape[1], device=blocks.device) // BLOCK
     return blocks[rows[:, None], cols]
@@ -363,25 +371,26 @@ def per_element(blocks: Tensor, shape: torch.Size, *, row_phase: int = 0, col_ph
 # The checksum of csrc/reshard.h by torch operations.
 
 MAX_ELEMENTS = 2**18
-"""Elements looked at at a time: few enough for the caches of a CPU. Each takes some tens of bytes meanwhile."""
+"""Elements processed at a time, few enough for the caches of a CPU. Each needs some tens of bytes of temporary
+memory."""
 
 RUN, PRESENT = 1024, 0xFFA5C3E7
-"""RS_RUN and RS_PRESENT."""
+"""RS_RUN and RS_PRESENT of csrc/reshard.h."""
 
-# Copies of slices by torch operations, one slice at a time: where no native library was built, and the reference that
-# the native ones equal bit for bit.
+# Copies by torch operations, one slice at a time. They are used without a native library, and as the reference for its
+# bits.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float8_e4m3fn: 0x7E}
-"""The bits of the largest magnitude that is not a NaN."""
+"""The bits of the largest magnitude of each type, NaN excluded."""
 
 _LOW_HALF = 0xFFFFFFFF
 _FIRST_FACTOR, _SECOND_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5A0A8B1AD
 
 
 def bits_of(values: Tensor, *, exact: bool) -> Tensor:
-    """int64, not negative: the bits of `values`; unless `exact`, every NaN has the same ones."""
+    """Returns the bits of `values` as non-negative int64. Unless `exact`, all NaNs have the same bits."""
     num_bits = 8 * values.dtype.itemsize
     bits = values.view(_BITS[values.dtype.itemsize]).to(torch.int64) & ((1 << num_bits) - 1)
     if not exact:
@@ -391,7 +400,8 @@ def bits_of(values: Tensor, *, exact: bool) -> Tensor:
 
 
 def keyed_sum(bits: Tensor, place: int, width: int) -> Tensor:
-    """int64, no dimensions: of `bits` [rows, cols], which begin at element `place` of a tensor `width` wide."""
+    """Returns the keyed sum of `bits` [rows, cols] as a scalar int64. They begin at element `place` of a tensor with
+    `width` columns."""
     rows, cols = (torch.arange(size, device=bits.device) for size in bits.shape)
     places = place + rows[:, None] * width + cols
     first, last = place // RUN, (place + (len(rows) - 1) * width + len(cols) - 1) // RUN
@@ -401,14 +411,14 @@ def keyed_sum(bits: Tensor, place: int, width: int) -> Tensor:
 
 
 def _run_keys(runs: Tensor) -> Tensor:
-    """rs_run_key; products and sums wrap around."""
+    """Computes rs_run_key of csrc/. Products and sums wrap around."""
     mixed = (runs + 1) * _FIRST_FACTOR
     mixed = (mixed ^ ((mixed >> 32) & _LOW_HALF)) * _SECOND_FACTOR
     return (mixed ^ ((mixed >> 32) & _LOW_HALF)) | 1
 
 
 def _place_keys(places: Tensor) -> Tensor:
-    """rs_place_key."""
+    """Computes rs_place_key of csrc/."""
     mixed = (places + 0x9E3779B9) & _LOW_HALF
     mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & _LOW_HALF
     mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & _LOW_HALF
@@ -420,35 +430,36 @@ _NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementT
 
 
 class TorchCopies:
-    """Goes through slices, which were checked, by torch operations."""
+    """A table of slices, processed by torch operations. The slices must have been checked."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
-        """`slices` [SLICE] is contiguous and belongs to this object, `device` is where all memory is."""
+        """`slices` [SLICE] must be contiguous and belong to this object. `device` is the device of all memory."""
         self._slices = slices
         self._quantises = quantises(slices)
         self._empty = is_empty(slices)
         self._tensors: Sequence[Tensor] = ()
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Number i becomes base i."""
+        """Makes tensor number i base i."""
         self._tensors = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
 
     @torch.no_grad()
     def launch(self, first: int, last: int) -> None:
-        """Copy slices[first:last], 0 <= first < last <= len(slices)."""
+        """Copies slices[first:last], with 0 <= first < last <= len(slices)."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._copy(self._slices[number], quantised=bool(self._quantises[number]))
 
     @torch.no_grad()
     def amax(self, first: int, last: int) -> None:
-        """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
-        other slices are skipped."""
+        """Raises the amax entries of the quantising slices in slices[first:last] to the magnitudes of their elements.
+        Skips all other slices."""
         for number in first + np.flatnonzero(self._quantises[first:last] & ~self._empty[first:last]):
             self._raise_amax(self._slices[number])
 
     @torch.no_grad()
     def checksum(self, first: int, last: int) -> None:
-        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
+        """Adds the checksums of slices[first:last] to their sums. These slices have no destination (see
+        checksums.py)."""
         for number in first + np.flatnonzero(~self._empty[first:last]):
             self._add_checksum(self._slices[number])
 
@@ -468,18 +479,18 @@ class TorchCopies:
             inverse = per_element(inverse_scales_of(self._amax_entries(copy)), source.shape, **phases)
             destination.copy_(quantize_elements(source, inverse))
         elif source_type == destination_type:
-            # As bits: a copy of floats may quieten a NaN.
+            # Copied as bits, because a copy of floats may quieten a NaN.
             self._box(copy, "dst", as_bits=True).copy_(self._box(copy, "src", as_bits=True))
         else:
             destination.copy_(source)
-            if source_type != ElementType.BFLOAT16:  # to float32 it is a shift, which keeps a NaN's bits everywhere
+            if source_type != ElementType.BFLOAT16:  # to float32 it is a shift and keeps a NaN's bits
                 self._box(copy, "dst", as_bits=True).masked_fill_(source.isnan(), _NANS[destination_type])
 
     def _raise_amax(self, copy: np.void) -> None:
         above, left = int(copy["row_phase"]), int(copy["col_phase"])
         part = block_amax(torch.nn.functional.pad(self._box(copy, "src"), (left, 0, above, 0)))
         entries = self._amax_entries(copy)
-        # Compared as integers, which order as the magnitudes do, NaN above all.
+        # Compared as integers. They order as the magnitudes do, with NaN above all.
         entries.view(torch.int32).copy_(torch.maximum(entries.view(torch.int32), part.view(torch.int32)))
 
     def _amax_entries(self, copy: np.void) -> Tensor:
@@ -488,10 +499,10 @@ class TorchCopies:
         return floats[int(copy["amax_offset"]) :].as_strided((rows, cols), (int(copy["amax_stride"]), 1))
 
     def _box(self, copy: np.void, side: str, *, as_bits: bool = False) -> Tensor:
-        """The slice's elements in the memory of a side, [rows, cols]."""
+        """Returns the slice's elements in the memory of a side, shape [rows, cols]."""
         dtype = DTYPES[ElementType(copy[f"{side}_type"])]
         elements = self._as(int(copy[f"{side}_base"]), _BITS[dtype.itemsize] if as_bits else dtype)
-        # Sliced first: as_strided's own offset would count from the storage, which may hold other tensors before.
+        # Sliced first, because as_strided's own offset counts from the storage. Other tensors may come first in it.
         start, stride = int(copy[f"{side}_offset"]), int(copy[f"{side}_stride"])
         return elements[start:].as_strided((int(copy["rows"]), int(copy["cols"])), (stride, 1))
 
@@ -504,10 +515,11 @@ _TYPES: dict[torch.dtype, int] = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class CopyTable:
-    """Copies between the tensors last bound, as `slices` [SLICE] say; `device` is where all of them are.
+    """A table of copies between the last bound tensors, described by `slices` [SLICE]. `device` is the device of all
+    tensors.
 
-    Raises ValueError where a slice is wrong in itself: a pair of types that cannot be copied, a negative offset, rows
-    that overlap in the destination. Different slices must not write the same elements, which is not checked.
+    Raises ValueError if a slice is wrong in itself: a pair of types without a copy, a negative offset, or overlapping
+    rows in the destination. Different slices must not write the same elements. This is not checked.
     """
 
     def __init__(self, slices: Array, device: torch.device) -> None:
@@ -521,12 +533,13 @@ class CopyTable:
         self._copies = backend_class(device)(self._slices, device)
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Number i becomes base i: contiguous, of any shape, in memory that the table's device can address.
+        """Makes tensor number i base i. It must be contiguous, of any shape, in memory accessible to the table's
+        device.
 
-        Its dtype is that of the slices that name it; a uint8 tensor serves every type. Only addresses are read again
-        when the tensors have the dtypes and sizes of those bound before. They are kept alive until other ones are bound
-        or until `release`. Raises ValueError, naming slice and base, where a slice leaves its base or meets another
-        type there.
+        Its dtype must be the type in its slices. A uint8 tensor serves every type. If dtypes and sizes are those of the
+        last bound tensors, only addresses are read again. Tensors are kept alive until the next `bind` or `release`.
+        Raises ValueError if a slice leaves its base or meets another type there. The message names the slice and the
+        base.
         """
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         if sizes != self._checked:
@@ -543,40 +556,42 @@ class CopyTable:
         self._bound = list(tensors)
 
     def _reaches(self, tensor: Tensor) -> bool:
-        """Whether the table's device can address it: CUDA devices reach pinned memory of the host as well."""
+        """Returns whether the table's device can address a tensor. CUDA devices can also address pinned host memory."""
         same = tensor.device.type == self._device.type
         return same or (self._device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned())
 
     def release(self) -> None:
-        """Forget the tensors, so that their memory can be freed; nothing can be launched until the next `bind`."""
+        """Drops the tensors, so their memory can be freed. Call `bind` before the next launch."""
         self._bound = None
         if isinstance(self._copies, TorchCopies):
             self._copies.bind(())
 
     def launch(self, first: int, last: int) -> None:
-        """Copy slices[first:last] in one call: on CUDA on the device's current stream, on the CPU before it returns."""
+        """Copies slices[first:last] in one call. On CUDA it is asynchronous, on the device's current stream. On the CPU
+        it is done on return."""
         if self._begin(first, last):
             self._copies.launch(first, last)
 
     def amax(self, first: int, last: int) -> None:
-        """Raise the amax entries of the slices[first:last] that quantise to the largest magnitude of their elements.
+        """Raises the amax entries of the quantising slices in slices[first:last] to the largest magnitude of their
+        elements.
 
-        An entry is the larger of itself and the slice's part of the block, so that several slices can share a block;
-        zero the table before. A block with a NaN gets a NaN. Bits of amax entries order as the integers: a reduction
-        over ranks must be one of int32 views, since a float maximum may drop NaN.
+        Zero the table of entries before. An entry becomes the larger of itself and the slice's part of the block, so
+        several slices can share a block. A block with a NaN gets a NaN. Bits of amax entries order as integers. To
+        reduce them over ranks, use int32 views, because a float maximum may drop NaN.
         """
         if self._begin(first, last):
             self._copies.amax(first, last)
 
     def addresses(self, first: int, last: int) -> tuple[int, int, int]:
-        """Of slices[first:last], their number, and of the addresses of bases, for native code on the CPU that goes
-        through them itself; counts as a launch."""
+        """Returns (address of slices[first:last], their number, address of the bases' addresses). Native code on the
+        CPU can then process the slices itself. Counts as a launch."""
         assert isinstance(self._copies, CpuCopies), "there is native code for CPUs"
         self._begin(first, last)
         return self._copies.addresses(first, last)
 
     def _begin(self, first: int, last: int) -> bool:
-        """Whether there is anything to do, which then counts as a launch."""
+        """Returns whether the range has any slices. If so, it counts as a launch."""
         if self._bound is None:
             raise RuntimeError("no tensors are bound to this table: call bind before launch and amax")
         if not 0 <= first <= last <= len(self._slices):
@@ -597,7 +612,7 @@ class CopyTable:
 
 
 def backend_class(device: torch.device) -> type[CpuCopies] | type[CudaCopies] | type[TorchCopies]:
-    """What goes through slices on `device`. UserError as `native.backend`."""
+    """Returns the class for slices on `device`. Raises UserError as `native.backend` does."""
     match native.backend(device.type):
         case "cuda":
             return CudaCopies

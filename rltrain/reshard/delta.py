@@ -1,4 +1,4 @@
-"""Sends what changed: between pack and wire, and between wire and unpack; the messages for it."""
+"""Sends only changes. Encodes messages between pack and wire, and decodes them between wire and unpack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,17 +17,19 @@ from rltrain.reshard.copy_table import CopyTable
 from rltrain.reshard.rounds import STAGES, Headers
 from rltrain.reshard.wires import Memory, byte_buffer
 
-# Which of the syncs of a destination send everything, and which what changed.
+# The choice between sending everything and sending changes, for each sync of a destination.
 
 DENSE_SHARE = 0.9
-"""Of the bytes that were compared: where as much is sent, comparing them has saved nothing."""
+"""If this share of the compared bytes is sent, comparing has saved nothing."""
 
 FIRST_REST, LONGEST_REST = 4, 64
-"""Syncs that send everything and remember nothing, once remembering was in vain: each time twice as many."""
+"""Numbers of syncs sent whole and not remembered after remembering was in vain. The number doubles each time, from the
+first to the second."""
 
 
 class DeltaTurn(Enum):
-    """PLAIN sends everything and remembers nothing of it, WHOLE sends and remembers everything."""
+    """The kind of a sync. PLAIN sends everything and remembers nothing. WHOLE sends and remembers everything. CHANGES
+    sends only changes."""
 
     PLAIN = "plain"
     WHOLE = "whole"
@@ -36,27 +38,27 @@ class DeltaTurn(Enum):
 
 @dataclass
 class DeltaTurns:
-    """The same on all ranks that join the syncs.
+    """The choice of the kind of each sync, equal on all its ranks.
 
-    `full_every`: syncs from one that sends everything to the next. Every `check_every`-th sync of changes is compared
-    with its source (0: none), the first of all is, and behind one that differed all are.
+    `full_every` is the number of syncs from one sent whole to the next. Every `check_every`-th sync of changes is
+    compared with its source (0 for none). The first one always is, and so are all after a difference.
     """
 
     full_every: int
     check_every: int = 0
     compares: bool = field(default=False, init=False)
-    """Whether both sides are to be compared behind the present sync."""
+    """Whether to compare both sides after the present sync."""
     _remembers: bool = field(default=False, init=False)
     _since_full: int = field(default=0, init=False)
     _num_changes: int = field(default=0, init=False)
     _rest: int = field(default=0, init=False)
-    """Syncs that are still to send everything, uncompared."""
+    """Number of following syncs to be sent whole and not compared."""
     _last_rest: int = field(default=0, init=False)
     _trusted: bool = field(default=True, init=False)
 
     def next(self, *, lost: bool) -> DeltaTurn:
-        """A sync begins; `lost`: some rank's destination is not what the last one left. `finished` follows, unless it
-        failed."""
+        """Begins a sync and returns its kind. `lost` means some rank's destination differs from the result of the last
+        sync. Call `finished` after the sync, unless it failed."""
         if lost and self._remembers and not self._since_full:
             self._give_up()
         turn = self._turn(lost)
@@ -68,7 +70,8 @@ class DeltaTurns:
         return turn
 
     def finished(self, turn: DeltaTurn, sent_share: float = 0.0) -> None:
-        """`sent_share`: of the bytes that a sync of changes compared, what it sent; 1 where it compared none."""
+        """Ends a sync. `sent_share` is the sent part of the bytes compared by a sync of changes, or 1 if it compared
+        none."""
         self._remembers = turn is not DeltaTurn.PLAIN
         self._since_full = self._since_full + 1 if turn is DeltaTurn.CHANGES else 0
         self._rest -= turn is DeltaTurn.PLAIN
@@ -80,11 +83,11 @@ class DeltaTurns:
             self._last_rest = 0
 
     def differed(self) -> None:
-        """What a sync of changes left differs from its source."""
+        """Records a difference between the result of a sync of changes and its source."""
         self._trusted = False
 
     def _give_up(self) -> None:
-        """Remembering was in vain: for some syncs, each time twice as many, everything is sent as without it."""
+        """Stops remembering for some syncs, because it was in vain. Their number doubles each time."""
         self._rest = self._last_rest = min(max(2 * self._last_rest, FIRST_REST), LONGEST_REST)
 
     def _turn(self, lost: bool) -> DeltaTurn:
@@ -94,24 +97,24 @@ class DeltaTurns:
         return DeltaTurn.WHOLE if lost or due or not self._remembers else DeltaTurn.CHANGES
 
 
-# The messages of a reshard that sends what changed: which elements each is packed of, and where they go.
+# Messages with changes, and the packed elements of each.
 #
-# A message begins with a header, numbers of 8 bytes: whether it is WHOLE or CHANGES, the bytes that follow, and for
-# each of its sections how many places and values are encoded. What follows is what was packed, or its sections as
-# csrc/reshard_delta.h has them, one after another.
+# A message begins with a header of 8-byte numbers. They are WHOLE or CHANGES, the number of following bytes, and for
+# each section the numbers of encoded places and values. The packed bytes follow, or their sections in the format of
+# csrc/reshard_delta.h, one after another.
 
 WHOLE, CHANGES = 1, 2
 
 MAX_SECTIONS = 3
-"""Of elements of 4, 2 and 1 bytes."""
+"""One section each for elements of 4, 2 and 1 bytes."""
 
 HEADER_BYTES = 8 * (2 + 2 * MAX_SECTIONS)
 
 
 @dataclass(frozen=True)
 class DeltaSection:
-    """Elements of one size: `elements` of `item` bytes from byte `begin` of what is packed, which are slices
-    `first:last` of the table."""
+    """A part of a message with elements of one size. It has `elements` of `item` bytes from byte `begin` of the packed
+    bytes on, made by slices `first:last` of the table."""
 
     begin: int
     elements: int
@@ -126,8 +129,8 @@ class DeltaSection:
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """`num_bytes` are packed at byte `offset` of base number `base`, behind the header; what was sent last lies at byte
-    `kept` of the stage's memory, on the sender."""
+    """A message with a header. `num_bytes` are packed at byte `offset` of base number `base`, after the header. On the
+    sender, the last sent bytes are at byte `kept` of the stage's memory."""
 
     base: int
     offset: int
@@ -147,8 +150,11 @@ class CodedMessage:
 def coded_messages(
     rounds: Sequence[Sequence[Message]], slices: Array, types: Array, bounds: Sequence[int]
 ) -> list[list[CodedMessage]]:
-    """Of every round, those with distinct memory, in the order of their slices: `bounds[k]:bounds[k + 1]` of the table
-    `slices` [SLICE] are those of round k, `types` [slices] what each is on the wire."""
+    """Returns the messages with distinct memory of every round, in the order of their slices.
+
+    `bounds[k]:bounds[k + 1]` of the table `slices` [SLICE] belong to round k. `types` [slices] are their types on the
+    wire.
+    """
     sizes = slices["rows"] * slices["cols"] * ITEM_BYTES[types]
     found, kept = [], 0
     for number, messages in enumerate(rounds):
@@ -169,7 +175,8 @@ def coded_messages(
 
 
 def _sections(sizes: IntArray, items: IntArray, first: int) -> tuple[DeltaSection, ...]:
-    """Of slices of `sizes` bytes and `items` per element, of which `first` is the number of the first in the table."""
+    """Returns the sections of slices with `sizes` bytes and `items` bytes per element. `first` is the number of the
+    first slice in the table."""
     starts = np.flatnonzero(np.diff(items, prepend=0)).tolist()
     ends = np.cumsum(sizes)
     made = []
@@ -181,12 +188,12 @@ def _sections(sizes: IntArray, items: IntArray, first: int) -> tuple[DeltaSectio
 
 
 def kept_bytes(messages: Sequence[Sequence[CodedMessage]]) -> int:
-    """What a sender keeps of a stage."""
+    """Returns the bytes kept by a sender for a stage."""
     return max((made.kept + rounded_up(made.num_bytes) for coded in messages for made in coded), default=0)
 
 
 def extents(message: CodedMessage, header: Sequence[int]) -> list[Extent]:
-    """Of a message's sections, by the numbers of its header."""
+    """Returns the extents of a message's sections, from the numbers of its header."""
     return [
         Extent(section.elements, section.item, header[2 + 2 * number], header[3 + 2 * number])
         for number, section in enumerate(message.sections)
@@ -194,31 +201,32 @@ def extents(message: CodedMessage, header: Sequence[int]) -> list[Extent]:
 
 
 def header_of(kind: int, num_bytes: int, made: Sequence[Extent]) -> list[int]:
-    """The numbers of a header."""
+    """Returns the numbers of a header."""
     numbers = [kind, num_bytes, *(number for extent in made for number in (extent.places, extent.values))]
     return numbers + [0] * (HEADER_BYTES // 8 - len(numbers))
 
 
-# Between pack and wire: what changed since it was sent last; and between wire and unpack: it is put in its places.
+# Encoding between pack and wire, and decoding between wire and unpack.
 
 
 @dataclass(frozen=True)
 class DeltaSettings:
-    """`keep_on`: where senders keep what they sent; `in_shared_memory`: what passes through it is compared as well."""
+    """The settings of deltas. Senders keep their last sent bytes on `keep_on`. With `in_shared_memory`, messages in
+    shared memory are compared as well."""
 
     keep_on: Literal["device", "host"] = "device"
     in_shared_memory: bool = False
 
 
 def headers_of(settings: DeltaSettings) -> Headers:
-    """Of the stages whose messages are compared."""
+    """Returns the bytes of the headers of each stage. They are 0 if its messages are not compared."""
     return tuple(HEADER_BYTES * (settings.in_shared_memory or not kind.shared) for kind in STAGES)
 
 
 @dataclass
 class DeltaCount:
-    """Of one run on this rank: `compared` bytes that it packed, of which `changed` differed, and what it `sent` for
-    them; `received` bytes."""
+    """The bytes of one run on this rank. `compared` were packed and compared, `changed` of them differed, and `sent`
+    were sent for them. `received` were received."""
 
     compared: int = 0
     changed: int = 0
@@ -227,9 +235,9 @@ class DeltaCount:
 
 
 class Coder:
-    """What one rank of a reshard remembers of its last run, by messages of `steps`, which have headers.
+    """The memory of one rank's last run, by the messages with headers in `steps`.
 
-    On the sender it is all bytes that were packed, on the receiver the destination itself, which nobody else writes to.
+    The sender keeps all packed bytes. The receiver uses the destination itself, so no other code may write to it.
     """
 
     def __init__(self, steps: Steps, device: torch.device, settings: DeltaSettings) -> None:
@@ -247,20 +255,21 @@ class Coder:
         self._memory: Memory | None = None
         self._table: CopyTable | None = None
         self.scratch = torch.empty(0, dtype=torch.uint8)
-        """What rounds are packed into that are compared; the others into what wires send from."""
+        """Packed bytes of the rounds to be compared. All other rounds are packed into the send buffers of wires."""
         self.whole = True
         """Whether the run sends everything."""
         self.count = DeltaCount()
 
     @property
     def kept_bytes(self) -> int:
-        """What this rank keeps of all that it sends."""
+        """Bytes kept by this rank for all its sends."""
         return sum(kept_bytes(messages) for messages in self._sent)
 
     def begin(self, *, whole: bool) -> None:
-        """A run that sends all where `whole`. SyncError where it is to send what changed since one that failed."""
+        """Begins a run. It sends everything if `whole`. Raises SyncError if it should send changes after a failed
+        run."""
         if not (whole or self._remembers):
-            raise SyncError("a reshard is to send what changed, but the run before it did not come to its end")
+            raise SyncError("a reshard cannot send only changes, because the run before it did not finish")
         self.whole, self._remembers, self.count = whole, False, DeltaCount()
         if not self._kept:
             on_host = self._settings.keep_on == "host"
@@ -268,21 +277,22 @@ class Coder:
         self.scratch = byte_buffer(0 if whole else self.scratch_bytes, self._device, host=False)
 
     def use(self, memory: Memory, table: CopyTable) -> None:
-        """`memory` is what wires send from and receive into; `table` packs, into `scratch` unless all is sent."""
+        """Sets the memory of the wires and the table for packing. The table packs into `scratch`, unless everything is
+        sent."""
         self._memory, self._table = memory, table
 
     def finish(self) -> None:
-        """All ranks are through, as far as this one."""
+        """Ends a successful run. The next one may send changes."""
         self._remembers = True
         self.release()
 
     def release(self) -> None:
-        """Let go of what a run was given."""
+        """Drops the memory and the table of a run."""
         self._memory = self._table = None
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
     def encode(self, steps: StageSteps, number: int) -> None:
-        """Pack a round into the messages that leave, which of what changed have no more."""
+        """Packs a round into its messages. Messages of changes become as short as their encoding."""
         assert self._table is not None, "begin and use come first"
         stage = self._stages[steps.kind]
         if self.whole or not self._changes.packs:
@@ -291,16 +301,16 @@ class Coder:
             self._lengths[message.base, message.offset] = HEADER_BYTES + self._encode(message, self._kept[stage])
 
     def shortened(self, message: Message) -> Message:
-        """A message of the round that was encoded last, as long as it is."""
+        """Returns a message of the last encoded round with its actual length."""
         return message._replace(num_bytes=self._lengths[message.base, message.offset + HEADER_BYTES])
 
     def decode(self, steps: StageSteps, number: int) -> None:
-        """Put what arrived in a round where it goes."""
+        """Writes the arrived messages of a round to their destinations."""
         for message in self._received[self._stages[steps.kind]][number]:
             self._decode(message)
 
     def _encode(self, message: CodedMessage, all_kept: Tensor) -> int:
-        """Bytes behind the header."""
+        """Encodes one message and returns the bytes after its header."""
         assert self._memory is not None, "begin and use come first"
         size, out = message.num_bytes, self._memory.bytes(message.base)
         remembered = all_kept[message.kept : message.kept + size]
@@ -322,8 +332,8 @@ class Coder:
         return length
 
     def _changes_of(self, message: CodedMessage, kept: Tensor, payload: Tensor) -> list[Extent] | None:
-        """Written to `payload`; None where they take more than the whole message, which it then has. In either case
-        `kept` becomes what is packed."""
+        """Writes the changes to `payload`. If they take more bytes than the whole message, writes the whole message and
+        returns None. In both cases `kept` becomes the packed bytes."""
         packed = self.scratch[message.offset : message.offset + message.num_bytes]
         parts = [slice(section.begin, section.end) for section in message.sections]
         marks = [
@@ -374,7 +384,7 @@ class Coder:
 
 def _damaged(message: CodedMessage, header: list[int]) -> SyncError:
     return SyncError(
-        f"a message of what changed does not fit the plan: its header is {header}, expected one of at most "
-        f"{message.num_bytes} bytes in {len(message.sections)} sections. It was damaged on the way, or ranks run other "
-        "versions of rltrain; weight_sync.delta=null sends everything"
+        f"a message of changes does not fit the plan: its header is {header}, expected one of at most "
+        f"{message.num_bytes} bytes in {len(message.sections)} sections. It was damaged on the way, or ranks run "
+        "different versions of rltrain (weight_sync.delta=null sends everything)"
     )

@@ -1,4 +1,4 @@
-"""Carries out a plan: rounds are packed, sent and unpacked while their neighbours are in flight."""
+"""Executes a plan. Rounds are packed, sent and unpacked while the neighbouring rounds are in flight."""
 
 import time
 from collections import Counter
@@ -37,14 +37,14 @@ from rltrain.reshard.wires import (
 from rltrain.runtime.heartbeat import Waiting, unnoted
 from rltrain.runtime.process_groups import plain_group
 
-# Tensors given by name, checked against what a plan says of them, in the order in which its table numbers them.
+# Checks of the given tensors against the plan, and their order in its table.
 
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """One of the layouts on this rank; `types` [parameters] are element types or UNKNOWN."""
+    """One of the two layouts on this rank. `types` [parameters] are element types or UNKNOWN."""
 
     name: str
     parameters: Parameters
@@ -52,9 +52,9 @@ class _Side:
 
 
 class Binding:
-    """What a reshard expects of the tensors that it is given on this rank.
+    """The tensors expected by a reshard on this rank.
 
-    Raises ValueError where one parameter is to hold elements of several types.
+    Raises ValueError if one parameter would hold elements of several types.
     """
 
     def __init__(self, plan: RankPlan, device: torch.device) -> None:
@@ -79,7 +79,8 @@ class Binding:
         *,
         without: Iterable[str] = (),
     ) -> None:
-        """Raises SyncError naming the first tensor that is not as the plan says; `without` are not given yet."""
+        """Checks the given tensors against the plan. Skips the names in `without`, because these tensors do not exist
+        yet. Raises SyncError about the first wrong tensor."""
         for side, tensors in zip(self._sides, (source_tensors, destination_tensors), strict=True):
             if side.parameters and tensors is None:
                 raise SyncError(
@@ -92,7 +93,7 @@ class Binding:
     def ordered(
         self, source_tensors: Mapping[str, Tensor] | None, destination_tensors: Mapping[str, Tensor] | None
     ) -> list[Tensor]:
-        """Source parameters, then destination parameters."""
+        """Returns the source tensors, then the destination tensors, each in the order of its layout."""
         given = (source_tensors, destination_tensors)
         return [
             tensors[name]
@@ -116,7 +117,8 @@ class Binding:
 
 
 def _types_of(parameters: Parameters, used: list[tuple[IntArray, TypeArray]]) -> IntArray:
-    """[parameters]: their element types; UNKNOWN where nothing is `used`, which are (numbers of parameters, types)."""
+    """Returns the element type of every parameter, shape [parameters], or UNKNOWN if it is not used. `used` has pairs
+    of (parameter numbers, element types)."""
     types = np.full(len(parameters), UNKNOWN, dtype=np.int64)
     for number, kind in used:
         types[number] = kind
@@ -124,36 +126,38 @@ def _types_of(parameters: Parameters, used: list[tuple[IntArray, TypeArray]]) ->
         mixed = np.flatnonzero(types[number] != kind)
         if len(mixed):
             name = parameters[number[mixed[0]]][0]
-            raise ValueError(f"parameter {name} is to hold elements of several types; expected one per parameter")
+            raise ValueError(f"parameter {name} would hold elements of several types; expected one per parameter")
     return types
 
 
 def device_of(tensors: Iterable[Mapping[str, Tensor] | None]) -> torch.device:
-    """Of the first tensor; the CPU where there is none."""
+    """Returns the device of the first tensor, or the CPU if there is none."""
     for given in tensors:
         for tensor in (given or {}).values():
             return tensor.device
     return torch.device("cpu")
 
 
-# What a reshard did and how long it took.
+# The report of a reshard.
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Bytes are counted where they are handed to the wire, over all ranks together; the other numbers are this rank's.
+    """The bytes and times of a reshard.
 
-    `bytes_local` stayed on a rank, `bytes_node` went between ranks of a node, `bytes_network` between nodes, which is
-    at least `network_minimum`. `peak_staging_bytes` is the memory of all four staging buffers.
+    `bytes_local` stayed on a rank, `bytes_node` went between ranks of a node, and `bytes_network` went between nodes.
+    They are summed over all ranks and counted when messages are handed to the wire. `network_minimum` is the least
+    possible value of `bytes_network` for whole tensors. All further numbers are this rank's, except for the last three.
+    `peak_staging_bytes` is the memory of all staging buffers.
 
-    `copy_seconds` went into local copies, `pack_seconds` and `unpack_seconds` into filling and emptying staging
-    buffers. `wire_seconds` are those during which messages of this rank were on the wire: from when they were handed to
-    the transport to when all that it receives had arrived, or what it sends had left where it receives nothing. Over
-    NCCL they are of rounds, on the device; over gloo of whole stages, until the host sees the end. These parts overlap,
-    so they do not add up to `seconds`, from when all ranks had come to when all were done.
+    `copy_seconds` went into local copies. `pack_seconds` and `unpack_seconds` went into filling and emptying staging
+    buffers. `wire_seconds` is the time with messages of this rank on the wire. It begins when messages are handed to
+    the transport. It ends when everything has arrived, or if nothing is received, when everything has left. NCCL
+    measures it per round on the device. Gloo measures it per stage on the host. These times overlap, so they do not add
+    up to `seconds`. `seconds` begins when all ranks have met and ends when all are done.
 
-    A run that sends what changed compares `bytes_compared` of what it packs with what was sent last, over all ranks
-    together, finds that `bytes_changed` differ, and sends `bytes_encoded` for them.
+    The last three are summed over all ranks and count a run with deltas. It compared `bytes_compared` with the last
+    sent values. Of these, `bytes_changed` differed, and `bytes_encoded` were sent for them.
     """
 
     bytes_local: int
@@ -176,36 +180,37 @@ class SyncReport:
 
     @property
     def bytes_moved(self) -> int:
-        """Between ranks."""
+        """Bytes between ranks, within nodes and between nodes."""
         return self.bytes_node + self.bytes_network
 
     @property
     def network_ratio(self) -> float:
-        """Bytes between nodes over the least that had to go there; 1 where nothing had to and nothing did."""
+        """Bytes between nodes divided by the least possible number. It is 1 if both are 0."""
         if self.network_minimum:
             return self.bytes_network / self.network_minimum
         return float("inf") if self.bytes_network else 1.0
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Achieved by all ranks together, from when all had come to when all were done."""
+        """Bytes moved per second by all ranks together, from the first meeting of all ranks to the end."""
         return self.bytes_moved / self.seconds
 
 
 def total(reports: Sequence[SyncReport]) -> SyncReport:
-    """Of reshards that one rank made one after the other."""
+    """Returns one report for several successive reshards of a rank. Numbers are sums, except for the peak of staging
+    memory."""
     sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(SyncReport)}
     return SyncReport(**{**sums, "peak_staging_bytes": max(report.peak_staging_bytes for report in reports)})
 
 
-# The rounds of a reshard on one rank: round k + 1 is packed and round k - 1 unpacked while round k is on the wire.
+# The pipeline of rounds on one rank. Round k + 1 is packed and round k - 1 unpacked while round k is on the wire.
 
 Span = tuple[Event, Event]
 
 
 @dataclass
 class Times:
-    """When what was done, as events, to be read when all of it is over."""
+    """The events of one run, by kind of work. Read them after the run."""
 
     begin: Event
     copies: list[Span] = field(default_factory=list)
@@ -219,7 +224,7 @@ def total_seconds(spans: list[Span]) -> float:
 
 
 def covered_seconds(spans: list[Span], origin: Event) -> float:
-    """Seconds during which at least one of `spans`, which end in order, goes on."""
+    """Returns the seconds covered by at least one of `spans`. The spans must be sorted by their ends."""
     covered, until = 0.0, 0.0
     for begin, end in spans:
         start, stop = max(begin.seconds_since(origin), until), end.seconds_since(origin)
@@ -229,16 +234,17 @@ def covered_seconds(spans: list[Span], origin: Event) -> float:
 
 
 class Pipeline:
-    """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
+    """The copies and transfers of one run, issued to streams. On CUDA the host does not wait here, unless messages go
+    over gloo."""
 
     def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coder | None = None) -> None:
         self._table, self._steps, self._streams, self._coding = table, steps, streams, coding
         self.times = Times(streams.begin())
         self._settled: Event | None = None
-        """When the stages so far have written all destinations and no longer use the staging buffers."""
+        """The event after all stages so far. It means written destinations and free staging buffers."""
 
     def stage(self, steps: StageSteps, wire: Wire | None) -> None:
-        """All rounds of a stage, after the one before; `wire` may be None where there are no rounds."""
+        """Issues all rounds of a stage, after the previous stage. `wire` may be None if the stage has no rounds."""
         num_rounds = steps.num_rounds if wire else 0
         unpacked = [self._settled, self._settled]
         self._streams.pack.after(self._settled)
@@ -271,7 +277,7 @@ class Pipeline:
     def _issue(
         self, stream: DeviceStream, bounds: list[int], spans: list[Span], coded: Callable[[], None] | None = None
     ) -> Event:
-        """Copies the slices between two `bounds`, by `coded` where a coder is in between."""
+        """Copies the slices between two `bounds`. If a coder encodes or decodes them, `coded` does it instead."""
         with stream:
             begin = stream.event()
             if coded:
@@ -284,28 +290,30 @@ class Pipeline:
         return end
 
 
-# Carrying out a plan: every round is packed, sent and unpacked while its neighbours are in other steps.
+# Execution of a plan.
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""
+"""Seconds to wait for other ranks in shared memory by default. torch's process groups have the same default."""
 
 LARGE_BYTES = 2**18
-"""On the CPU boxes of at least this size are sent and received in place where they can be: packing costs more there
-than a message."""
+"""On the CPU, boxes of at least this size in bytes are sent and received in place if possible. For them, packing costs
+more than a message."""
 
 
 class Resharding:
-    """A plan that is ready to be carried out any number of times: its rounds, and its copies as a table on the device.
+    """A plan ready to be executed any number of times. It has the rounds, and the copies as a table on the device.
 
-    `group` moves the bytes and `cpu_group` (gloo, the same ranks) is where ranks meet; both hold the ranks of both
-    layouts, and may be None where that is this rank alone. With a gloo `group` messages of CUDA tensors pass through
-    host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
-    `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
-    other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
-    With `delta` runs may send only what changed since the last one. `waiting` is entered where ranks that came early
-    wait for the others to come.
+    `group` moves the bytes, and ranks meet on `cpu_group` (gloo). Both have the ranks of both layouts. Both may be None
+    if this rank is alone. With a gloo `group`, messages of CUDA tensors pass through host memory. A rank packs or
+    receives at most `bucket_bytes` per round. `device` is the device of all tensors. `ranks_per_node` separates traffic
+    within nodes from traffic between nodes. None puts all ranks on one node. On the CPU, ranks of a node read each
+    other's memory if they can, unless `share_memory` is false. `magnitudes` is required if the plan quantises. With
+    `delta`, a run may send only the changes since the last run. `waiting` is entered while an early rank waits for the
+    others.
 
-    Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
+    Raises SyncError on all ranks if their plans disagree, or if one plan cannot be executed. Raises ValueError if only
+    one of `group` and `cpu_group` is given.
+
     Collective over: the ranks of both layouts.
     """
 
@@ -360,13 +368,15 @@ class Resharding:
         *,
         whole: bool = True,
     ) -> SyncReport:
-        """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
+        """Writes this rank's `destination_tensors` from the `source_tensors` of all ranks. Returns when every rank has
+        everything.
 
-        A rank that is in one layout only passes None for the other. Where not `whole`, which is for a reshard with
-        `delta` and the same on all ranks, destinations hold what the last run left there: only what changed since is
-        sent. Returns when every rank has everything. Raises SyncError: before anything is moved, on all ranks, where a
-        tensor of one does not fit the plan; on the way where another rank is lost, and destinations are then partly
-        written.
+        Tensors are given by their names in the layouts. A rank of only one layout passes None for the other. If `whole`
+        is false, only the changes since the last run are sent. This needs a reshard with `delta`, the same value on all
+        ranks, and destinations left untouched since the last run.
+
+        Raises SyncError on all ranks, before anything is moved, if a tensor does not fit the plan. Raises SyncError on
+        the way if another rank is lost. Destinations are then partly written.
 
         Collective over: the ranks of both layouts, from their main threads.
         """
@@ -397,7 +407,8 @@ class Resharding:
         return self._report(begin, launches, staging, wires, pipeline)
 
     def _bind(self, bases: list[Tensor]) -> None:
-        """Have the table copy between `bases`; what a coder compares is packed into memory of its own."""
+        """Makes the table copy between `bases`. Boxes compared by a coder are packed into its scratch memory
+        instead."""
         if self._coder:
             self._coder.use(Memory(bases), self._table)
         if self._coder is None or self._coder.whole:
@@ -412,7 +423,7 @@ class Resharding:
     def _report(
         self, begin: float, launches: int, staging: Sequence[Tensor], wires: list[Wire], pipeline: Pipeline
     ) -> SyncReport:
-        """Collective over: the ranks of both layouts."""
+        """Returns the report of a run. Collective over: the ranks of both layouts."""
         coder = self._coder
         sent = sum((wire.bytes_sent for wire in wires), start=Counter[int]())
         counted = [coder.count.compared, coder.count.changed, coder.count.sent] if coder else [0, 0, 0]
@@ -453,7 +464,7 @@ class Resharding:
         self._binding.check(source_tensors, destination_tensors, without=computed)
 
     def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
-        """All stages; returns when what this rank sends and receives is through, with the stages' wires."""
+        """Runs all stages and returns their wires. Waits until all messages of this rank are sent and received."""
         wires: list[Wire] = []
         rounds_before = self._num_runs * sum(steps.num_rounds for steps in self.steps.stages)
         for steps in self.steps.stages:
@@ -467,8 +478,8 @@ class Resharding:
         return wires
 
     def _connect(self) -> None:
-        """Have NCCL set the group up: in its first call, which all its ranks must make, while some may have nothing to
-        send. The group may have been made anew since the last run. Collective over: the group."""
+        """Makes NCCL connect the group. NCCL does so in the first call on all ranks, but some ranks may have nothing to
+        send. The group may be a new one since the last run. Collective over: the group."""
         if self._group is not None and not self._over_gloo:
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
 
@@ -481,7 +492,7 @@ class Resharding:
         return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, group)
 
     def _received_bytes(self, wires: list[Wire]) -> int:
-        """Messages that may be shorter count by their headers."""
+        """Returns the received bytes. Messages of variable length count by their headers."""
         exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
         return exact + (self._coder.count.received if self._coder else 0)
 
@@ -495,12 +506,12 @@ class Resharding:
         return int(num_bytes(self.plan.copies, wire).sum())
 
     def _by_distance(self, sent: Counter[int]) -> tuple[int, int]:
-        """(bytes to ranks of this node, bytes to other nodes)."""
+        """Returns (bytes to ranks of this node, bytes to other nodes)."""
         near = sum(sent[peer] for peer in self._ranks_of_node())
         return near, sent.total() - near
 
     def _ranks_of_node(self) -> list[int]:
-        """The other ones that are on this rank's node."""
+        """Returns the other ranks of this rank's node."""
         rank, node = self.plan.rank, self._ranks_per_node
         return [
             peer for peer in self._agreement.ranks if peer != rank and (node is None or peer // node == rank // node)
@@ -517,9 +528,9 @@ def execute(
     bucket_bytes: int,
     ranks_per_node: int | None = None,
 ) -> SyncReport:
-    """Carry out a plan once: see `Resharding`, whose arguments these are, and `Resharding.run`.
+    """Executes a plan once. Takes the arguments of `Resharding` and `Resharding.run`.
 
-    `cpu_group` may be left out where `group` is gloo's. Collective over: the ranks of both layouts.
+    `cpu_group` may be left out if `group` is a gloo group. Collective over: the ranks of both layouts.
     """
     if cpu_group is None and group is not None and dist.get_backend(group) == "gloo":
         cpu_group = group

@@ -1,13 +1,12 @@
-"""FP8 as layouts: the scales of blocks are tensors of the checkpoint like any other, and every rank's share of them
-lies in parameters of its own.
+"""FP8 as layouts. The scales of blocks are tensors of the checkpoint. Every rank's share of them is in separate
+parameters.
 
-A quantised tensor [R, C] is cut into blocks of 128 x 128 of its own rows and columns, whatever it is fused with on
-either side. Its scales are one more canonical tensor, `<name>_scale_inv` [ceil(R / 128), ceil(C / 128)].
+A quantised tensor [R, C] is cut into blocks of 128 x 128 of its own rows and columns, even if it is fused with other
+tensors on either side. Its scales are one more canonical tensor, `<name>_scale_inv` [ceil(R / 128), ceil(C / 128)].
 
-Where pieces of a tensor begin or end inside a block, several of them touch it. On a source rank every piece has an
-entry for each block that it touches. In the layout, though, a block belongs to the one piece that holds its first
-element, because the boxes of a source must not overlap. On a destination a share holds the scales of all blocks that
-it touches.
+If pieces of a tensor begin or end inside a block, several of them touch it. On a source rank every piece has an entry
+for each touched block. In the layout, however, a block belongs only to the piece with its first element, because the
+boxes of a source must not overlap. On a destination, a share holds the scales of all touched blocks.
 """
 
 import math
@@ -24,18 +23,18 @@ from rltrain.reshard.native import BLOCK
 BoolArray = NDArray[np.bool_]
 
 SCALES_PARAMETER = "block_scales"
-"""The parameter of a source rank that holds the scales of all blocks that its pieces touch."""
+"""The parameter of a source rank for the scales of all blocks touched by its pieces."""
 
 SCALE_SUFFIX = "_scale_inv"
-"""What the names of scales add to those of quantised tensors and parameters."""
+"""The suffix of scales, added to the names of quantised tensors and parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedLayouts:
     """Both layouts of a reshard, extended by scales.
 
-    Tensors keep their numbers; `which` [tensors] of them, without the scales, are quantised. `scale_of` [tensors] is
-    the number of each one's scales, -1 without.
+    Tensors keep their numbers. `which` [tensors] marks the quantised tensors, without the scales. `scale_of` [tensors]
+    is the number of each tensor's scales, or -1 without scales.
     """
 
     source: Layout
@@ -45,39 +44,41 @@ class QuantizedLayouts:
 
     @cached_property
     def num_tensors(self) -> int:
-        """Without the scales."""
+        """The number of tensors without the scales."""
         return len(self.which)
 
     @cached_property
     def block_counts(self) -> IntArray:
-        """[tensors, 2]: rows and columns of blocks of every tensor without the scales."""
+        """Rows and columns of blocks of every tensor without the scales, shape [tensors, 2]."""
         counts: IntArray = -(-self.source.tensors.matrix_shapes[: self.num_tensors] // BLOCK)
         return counts
 
     @cached_property
     def first_block(self) -> IntArray:
-        """[tensors]: the number of each one's first block when the blocks of all tensors are numbered through."""
+        """The number of every tensor's first block, shape [tensors]. Blocks of all tensors are numbered
+        consecutively."""
         sizes = self.block_counts.prod(axis=1)
         first: IntArray = np.cumsum(sizes) - sizes
         return first
 
     @cached_property
     def split_blocks(self) -> IntArray:
-        """Numbers of the blocks that several distinct boxes of the source touch, ascending: equal on every rank."""
+        """Numbers of the blocks touched by several distinct boxes of the source, ascending. They are equal on every
+        rank."""
         per_part = [self.quantised_pieces(part) for part in sorted(set(self.source.parts))]
         boxes = np.concatenate([boxes_of(pieces[self._cuts_blocks(pieces)]) for pieces in per_part])
         return np.unique(self.cut_blocks(boxes)[1])
 
     def quantised_pieces(self, part: int) -> Array:
-        """The pieces [PIECE] of a source part that are to be quantised, in their order there."""
+        """Returns the pieces [PIECE] of a source part to be quantised, in their order there."""
         pieces = self.source.part(part).pieces
         chosen: Array = pieces[self.destination.types[pieces["tensor"]] == ElementType.FLOAT8_E4M3]
         return chosen
 
     def cut_blocks(self, boxes: Array) -> tuple[IntArray, IntArray]:
-        """(places in `boxes`, block numbers) of the blocks that each box touches without holding all of them.
+        """Returns (index into `boxes`, block number) of all blocks touched but only partly held by a box.
 
-        Some more than once. Since the boxes of a source cover its tensors, others touch these blocks too.
+        Some occur more than once. The boxes of a source cover its tensors, so other boxes touch these blocks too.
         """
         at = np.flatnonzero(self._cuts_blocks(boxes))
         touched = touched_blocks(boxes[at])
@@ -98,7 +99,7 @@ class QuantizedLayouts:
         return at[box], block
 
     def block_numbers(self, tensor: IntArray, row: IntArray, col: IntArray) -> IntArray:
-        """The numbers of blocks, given by rows and columns of blocks."""
+        """Returns the numbers of blocks, given by rows and columns of blocks."""
         numbers: IntArray = self.first_block[tensor] + row * self.block_counts[tensor, 1] + col
         return numbers
 
@@ -107,8 +108,8 @@ class QuantizedLayouts:
         return cuts
 
     def _cut_sides(self, boxes: Array) -> tuple[BoolArray, BoolArray, BoolArray, BoolArray]:
-        """Whether a box begins inside a block and ends inside one before the tensor's edge: (top, bottom, left,
-        right)."""
+        """Returns (top, bottom, left, right), whether each side of a box is inside a block. The tensor's edges do not
+        count."""
         sides = []
         shapes = self.source.tensors.matrix_shapes[boxes["tensor"]]
         for axis, (start, extent) in enumerate((("row", "rows"), ("col", "cols"))):
@@ -119,13 +120,12 @@ class QuantizedLayouts:
 
 
 def quantized(source: Layout, destination: Layout, which: BoolArray) -> QuantizedLayouts:
-    """Both layouts with the tensors `which` [tensors] in FP8 on the destination, and with their scales.
+    """Returns both layouts with the tensors `which` [tensors] in FP8 on the destination, and with their scales.
 
-    A source rank gets the parameter SCALES_PARAMETER, one flat float32 array, where it holds anything that is
-    quantised. On the destination every parameter of quantised tensors gets the float32 parameter
-    `<parameter>_scale_inv`: its pieces stacked as those of the parameter are, in blocks; flat, one piece after
-    another, where blocks of unequal shapes do not stack. Raises ValueError where `which` names what cannot be
-    quantised.
+    A source rank with any quantised tensor gets the parameter SCALES_PARAMETER, one flat float32 array. On the
+    destination every parameter of quantised tensors gets the float32 parameter `<parameter>_scale_inv`. Its pieces are
+    stacked like the parameter's, in blocks. If blocks of unequal shapes do not stack, it is flat, one piece after
+    another. Raises ValueError if a tensor of `which` cannot be quantised.
     """
     which = np.asarray(which, dtype=bool)
     _check(source, destination, which)
@@ -156,12 +156,13 @@ def quantized(source: Layout, destination: Layout, which: BoolArray) -> Quantize
 
 
 def touched_blocks(boxes: Array) -> Array:
-    """Boxes of blocks, in rows and columns of blocks: all that each box has an element of."""
+    """Returns boxes of blocks, in rows and columns of blocks. They have all blocks with an element of each box."""
     return _in_blocks(boxes, boxes["row"] // BLOCK, boxes["col"] // BLOCK)
 
 
 def owned_blocks(boxes: Array) -> Array:
-    """Boxes of blocks, in rows and columns of blocks, possibly empty: those of which each box has the first element."""
+    """Returns boxes of blocks, possibly empty, in rows and columns of blocks. They have the blocks with their first
+    element in each box."""
     return _in_blocks(boxes, -(-boxes["row"] // BLOCK), -(-boxes["col"] // BLOCK))
 
 
@@ -174,7 +175,7 @@ def _in_blocks(boxes: Array, row: IntArray, col: IntArray) -> Array:
 
 
 def _cells(boxes: Array) -> tuple[IntArray, IntArray, IntArray]:
-    """Every cell of every box, row by row: (place of its box, row, column)."""
+    """Returns (number of its box, row, column) of every cell of every box, row by row."""
     count = boxes["rows"] * boxes["cols"]
     box = np.repeat(np.arange(len(boxes)), count)
     inside = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
@@ -231,9 +232,9 @@ def _build_source(base: Layout, scale_of: IntArray, part: int) -> RankLayout:
 
 
 def _after(num_parameters: int, scales: Array, pieces: Array) -> Array:
-    """Pieces of scales in the first `num_parameters` parameters, and `pieces` in those that follow.
+    """Returns pieces of scales in the first `num_parameters` parameters, and `pieces` in the following ones.
 
-    Scales come first, because how many parameters there are besides is not known before they are listed.
+    Scales come first, because the number of other parameters is not known before they are listed.
     """
     pieces = pieces.copy()
     pieces["parameter"] += num_parameters
@@ -241,7 +242,8 @@ def _after(num_parameters: int, scales: Array, pieces: Array) -> Array:
 
 
 def entries_of(touched: Array) -> tuple[IntArray, int]:
-    """(where the entries of each piece begin, their number): one per block that a piece touches, row by row."""
+    """Returns (the first entry of each piece, the number of entries). A piece has one entry per touched block, row by
+    row."""
     size = touched["rows"] * touched["cols"]
     end = np.cumsum(size)
     return end - size, int(end[-1]) if len(end) else 0
@@ -255,7 +257,7 @@ def _build_destination(base: Layout, scale_of: IntArray, part: int) -> RankLayou
     numbers, first, count = np.unique(pieces["parameter"], return_index=True, return_counts=True)
     mixed = np.intersect1d(numbers, on.pieces["parameter"][scale_of[on.pieces["tensor"]] < 0])
     if len(mixed):
-        raise ValueError(f"{on.parameters[mixed[0]][0]} holds tensors that are to be quantised and others that are not")
+        raise ValueError(f"{on.parameters[mixed[0]][0]} holds both tensors to be quantised and others")
     touched = touched_blocks(pieces)
     start, _ = entries_of(touched)
     scales = np.zeros(len(pieces), dtype=PIECE)
@@ -269,7 +271,7 @@ def _build_destination(base: Layout, scale_of: IntArray, part: int) -> RankLayou
 
 
 def _destination_parameters(base: Layout, scale_of: IntArray, part: int) -> Parameters:
-    """Built anew, for the one rank that asks, rather than kept for all parts."""
+    """Builds the parameters each time, because only one rank asks. So they are not kept for all parts."""
     on = base.build(part)
     pieces = _by_parameter(on, scale_of)
     numbers, first = np.unique(pieces["parameter"], return_index=True)
@@ -281,17 +283,18 @@ def _destination_parameters(base: Layout, scale_of: IntArray, part: int) -> Para
 
 
 def _by_parameter(on: RankLayout, scale_of: IntArray) -> Array:
-    """The pieces that are to be quantised, by parameter and place in it."""
+    """Returns the pieces to be quantised, by parameter and offset."""
     pieces = on.pieces[scale_of[on.pieces["tensor"]] >= 0]
     ordered: Array = pieces[np.lexsort((pieces["offset"], pieces["parameter"]))]
     return ordered
 
 
 def _shape_of_scales(shape: tuple[int, ...], pieces: Array) -> tuple[int, ...]:
-    """Of the parameter that holds the scales of a parameter of this shape, given its `pieces` in the order of places.
+    """Returns the shape of the scales of a parameter of this shape. `pieces` must be sorted by offset.
 
-    Where they are equally wide and lie one below the other, so do their blocks: [rows, cols], or [experts, rows, cols]
-    where every expert has as many rows. In memory that is one piece after another, as is the flat shape of all others.
+    If the pieces are equally wide and one below the other, so are their blocks. The shape is then [rows, cols], or
+    [experts, rows, cols] if every expert has as many rows. All others have a flat shape. In memory both are one piece
+    after another.
     """
     touched = touched_blocks(pieces)
     width, rows, cols = shape[-1], touched["rows"], touched["cols"]
@@ -305,14 +308,16 @@ def _shape_of_scales(shape: tuple[int, ...], pieces: Array) -> tuple[int, ...]:
     return int(rows.sum()), int(cols[0])
 
 
-# Where the elements of quantised parameters find their scales, on a rank of the destination.
+# The scale of every element of quantised parameters, on a destination rank.
 
 
 @dataclass(frozen=True, eq=False)
 class ScalePlaces:
-    """Element (r, c) of a matrix is scaled by number `entries[r, column_blocks[c]]` of its flattened scales.
+    """The places of a matrix's scales. Element (r, c) is scaled by number `entries[r, column_blocks[c]]` of its
+    flattened scales.
 
-    `entries` [rows, blocks of a row], `column_blocks` [columns]. Of stacked matrices rows are counted through.
+    `entries` has shape [rows, blocks of a row], and `column_blocks` has shape [columns]. Rows of stacked matrices are
+    numbered consecutively.
     """
 
     entries: IntArray
@@ -320,9 +325,9 @@ class ScalePlaces:
 
 
 def scale_places(layout: Layout, rank: int) -> dict[str, ScalePlaces]:
-    """By name, of every matrix that `rank` holds in FP8 in the destination of `quantized`.
+    """Returns the scale places of every FP8 matrix of `rank`, by name. `layout` is the destination of `quantized`.
 
-    Raises ValueError for a parameter in which pieces lie side by side, as in no engine's.
+    Raises ValueError for a parameter with pieces side by side. No engine has one.
     """
     on = layout.on(rank)
     quantised = on.pieces[layout.types[on.pieces["tensor"]] == ElementType.FLOAT8_E4M3]

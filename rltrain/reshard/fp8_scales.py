@@ -1,4 +1,4 @@
-"""Largest magnitudes and scales of the blocks that a source rank holds, before it packs them as FP8."""
+"""Largest magnitudes and scales of a source rank's blocks, before it packs them as FP8."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,31 +15,32 @@ from rltrain.reshard.layout import PIECE, Parameters, boxes_of, distinct, elemen
 from rltrain.reshard.native import BLOCK, SLICE
 
 PLACE_IN_BLOCKS = np.dtype([(name, SLICE[name]) for name in ("amax_offset", "amax_stride", "row_phase", "col_phase")])
-"""Fields of SLICE that say which entry of the amax table each element of a slice is quantised with."""
+"""Fields of SLICE for the amax entry of each element of a slice."""
 
 
 class BlockTable:
-    """The entries of one rank's blocks: one float32 per block that a quantised piece of its source layout touches,
-    piece after piece, row by row. The rank's amax table and its scales are both in this order.
+    """The entries of one rank's blocks. There is one float32 per block touched by a quantised piece of its source
+    layout, piece after piece, row by row. The rank's amax table and its scales are both in this order.
 
-    Empty for a rank that is not in the source layout. Arrays only: a function of the layouts and the rank.
+    It is empty for a rank outside the source layout. It has only arrays, computed from the layouts and the rank.
     """
 
     def __init__(self, layouts: QuantizedLayouts, rank: int) -> None:
         self._layouts = layouts
         held = rank in layouts.source.ranks
         self.parameters: Parameters = layouts.source.on(rank).parameters if held else ()
-        """Of the extended source layout. The first one is the scales', where there are any."""
+        """Parameters of the extended source layout. The scales are the first one, if there are any."""
         part = layouts.source.parts[layouts.source.ranks.index(rank)] if held else None
         self.pieces: Array = np.zeros(0, dtype=PIECE) if part is None else layouts.quantised_pieces(part)
         self._touched = touched_blocks(boxes_of(self.pieces))
         self._start, self.num_entries = entries_of(self._touched)
         self.num_split = len(layouts.split_blocks)
-        """Blocks that several distinct boxes of the source touch, over all ranks: the same number on every rank."""
+        """Number of blocks touched by several distinct boxes of the source, over all ranks. It is the same on every
+        rank."""
 
     @cached_property
     def split(self) -> tuple[IntArray, IntArray]:
-        """(entries of this rank, places among the `num_split` blocks) of the split blocks that it holds a part of."""
+        """(entries of this rank, indices into the `num_split` blocks) of its parts of split blocks."""
         piece, block = self._layouts.cut_blocks(boxes_of(self.pieces))
         tensor = self.pieces["tensor"][piece]
         row, col = np.divmod(block - self._layouts.first_block[tensor], self._layouts.block_counts[tensor, 1])
@@ -47,11 +48,11 @@ class BlockTable:
 
     @cached_property
     def slices(self) -> Array:
-        """[SLICE] for CopyTable.amax over all pieces. Base i is source parameter i as bytes, but base 0, where the
-        scales would be, the amax table."""
+        """[SLICE] for CopyTable.amax over all pieces. Base i is source parameter i as bytes. Base 0 is the amax table
+        instead of the scales."""
         slices = np.zeros(len(self.pieces), dtype=SLICE)
-        # A kernel for magnitudes writes nothing but them; the descriptor still wants a destination of one-byte
-        # elements, and the source itself is one.
+        # A kernel for magnitudes writes only them. Its descriptor still needs a destination of one-byte elements, and
+        # the source itself is one.
         for side in ("src", "dst"):
             slices[f"{side}_base"] = self.pieces["parameter"]
             slices[f"{side}_offset"], slices[f"{side}_stride"] = self.pieces["offset"], self.pieces["stride"]
@@ -64,15 +65,15 @@ class BlockTable:
         return slices
 
     def places(self, boxes: Array) -> Array:
-        """[PLACE_IN_BLOCKS] of boxes [any dtype with BOX_FIELDS], each of which lies in a quantised piece of this
-        rank."""
+        """Returns [PLACE_IN_BLOCKS] of boxes with any dtype with BOX_FIELDS. Raises ValueError unless each box is
+        within a quantised piece of this rank."""
         own, inverse = distinct(boxes_of(self.pieces))
         piece_of = np.zeros(len(own), dtype=np.int64)
         piece_of[inverse] = np.arange(len(self.pieces))
         found = overlaps(boxes_of(boxes), own)
         whole = np.flatnonzero(elements(found.boxes) == elements(boxes)[found.piece])
         if not np.array_equal(found.piece[whole], np.arange(len(boxes))):
-            raise ValueError("a box that is to be quantised does not lie within one piece of this rank")
+            raise ValueError("a box to be quantised is not within one piece of this rank")
         piece = piece_of[found.fragment[whole]]
         places = np.empty(len(boxes), dtype=PLACE_IN_BLOCKS)
         places["amax_offset"] = self._entries(piece, boxes["row"] // BLOCK, boxes["col"] // BLOCK)
@@ -81,55 +82,56 @@ class BlockTable:
         return places
 
     def _entries(self, piece: IntArray, row: IntArray, col: IntArray) -> IntArray:
-        """The entry of block (row, col) of the tensor in each of the pieces numbered `piece`."""
+        """Returns the entry of block (row, col) of the tensor in each of the pieces numbered `piece`."""
         touched = self._touched[piece]
         entry: IntArray = self._start[piece] + (row - touched["row"]) * touched["cols"] + col - touched["col"]
         return entry
 
 
 class SplitBlocks:
-    """The blocks of which a rank may hold a part only, and how their magnitudes become those of whole blocks."""
+    """A rank's blocks shared with other ranks. It combines the magnitudes of their parts."""
 
     def __init__(self, table: BlockTable, device: torch.device) -> None:
         self.num_blocks = table.num_split
         self._entry, self._place = (torch.from_numpy(numbers).to(device) for numbers in table.split)
 
     def share(self, amax: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Give every entry of a split block in `amax` [entries] the magnitude of the whole block.
+        """Gives every entry of a split block in `amax` [entries] the magnitude of the whole block.
 
-        Collective over: `group`, where any block is split. None: nobody else holds a part.
+        Collective over: `group`, if any block is split. None means no other rank holds a part.
         """
         if not self.num_blocks:
             return
         largest = self.collect(amax)
         if group is not None:
-            # Over gloo by way of host memory.
+            # gloo needs host memory.
             reduced = largest.cpu() if dist.get_backend(group) == "gloo" else largest
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
             largest = reduced.to(largest.device)
         self.spread(largest, amax)
 
     def collect(self, amax: Tensor) -> Tensor:
-        """[blocks] int32: the largest magnitude of what this rank holds of each, as the bits of a float; else 0.
+        """Returns the largest magnitude of this rank's part of each block, as the bits of a float, int32 [blocks]. It
+        is 0 without a part.
 
-        Bits of non-negative floats order as integers as the floats do, with NaN on top: a maximum of floats, in a
-        reduction over ranks, may drop a NaN.
+        Bits of non-negative floats order as integers like the floats, with NaN on top. A float maximum over ranks may
+        drop a NaN.
         """
         largest = torch.zeros(self.num_blocks, dtype=torch.int32, device=amax.device)
         return largest.scatter_reduce_(0, self._place, amax.view(torch.int32)[self._entry], "amax")
 
     def spread(self, largest: Tensor, amax: Tensor) -> None:
-        """Write the magnitudes of `largest` [blocks] into this rank's entries."""
+        """Writes the magnitudes `largest` [blocks] into this rank's entries."""
         amax.view(torch.int32)[self._entry] = largest[self._place]
 
 
 class BlockScales:
-    """This rank's amax table and scales on `device`, renewed before every reshard that quantises."""
+    """This rank's amax table and scales on `device`. They are renewed before every quantising reshard."""
 
     def __init__(self, table: BlockTable, device: torch.device) -> None:
         self.table = table
         self.amax = torch.zeros(table.num_entries, dtype=torch.float32, device=device)
-        """What slices that quantise refer to as their amax base."""
+        """The amax base of quantising slices."""
         self.scales = torch.zeros_like(self.amax)
         self._split = SplitBlocks(table, device)
         self._copies = CopyTable(table.slices, device) if table.num_entries else None
@@ -142,13 +144,13 @@ class BlockScales:
     def prepare(
         self, source_tensors: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None
     ) -> Mapping[str, Tensor] | None:
-        """Compute magnitudes and scales of what `source_tensors` hold now; returns them with the scales added, under
-        the names of the extended source layout. None stays None: a rank of the destination alone.
+        """Computes magnitudes and scales of the present `source_tensors`. Returns the tensors with the scales added,
+        under the names of the extended source layout. For a rank of the destination alone, None stays None.
 
-        On CUDA, with an NCCL `group` the host waits for nothing. `group` holds the ranks of both layouts; None where
-        the source lies on this rank alone.
+        On CUDA with an NCCL `group`, the host never waits. `group` has the ranks of both layouts. None means the source
+        is on this rank alone.
 
-        Collective over: `group`, where any block is split; the layouts say so on every rank alike.
+        Collective over: `group`, if any block is split. The layouts decide this, equally on every rank.
         """
         if self._copies is not None:
             self._measure(self._copies, source_tensors)

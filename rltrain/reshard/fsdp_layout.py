@@ -1,5 +1,5 @@
-"""Where torch's fully_shard keeps a checkpoint's tensors, for every rank of a grid: the rows of each parameter of
-transformers' model are dealt out evenly, rounded up, so that the last shards may be smaller or empty."""
+"""The layout of torch's fully_shard, for every rank of a grid. The rows of each parameter of transformers' model are
+divided evenly, rounded up. So the last shards may be smaller or empty."""
 
 import re
 from dataclasses import dataclass
@@ -20,16 +20,17 @@ EXPERT = re.compile(
 )
 STACKED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj"}
 STACKED |= {"down_proj": "down_proj", "w2": "down_proj"}
-"""Which of transformers' parameters has an expert's matrix; it has those of all experts of a layer, gate above up.
-Their low-rank adapters lie as they do, in parameters of their own."""
+"""The parameter of transformers for each matrix of an expert. It has the matrices of all experts of a layer, gate above
+up. Their low-rank adapters are stacked alike, in separate parameters."""
 DECODER = "model."
-"""Begins transformers' names of a decoder's parameters."""
+"""The beginning of transformers' names for a decoder's parameters."""
 BLOCKS = {"block_sparse_moe": "mlp"}
-"""What transformers calls a block of experts that has another name in checkpoints."""
+"""Blocks of experts with another name in checkpoints, and transformers' name for each."""
 
 
 def fsdp_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
-    """`dtype` is that of the shards: float32 of a model in training, whatever it computes in."""
+    """Returns the layout of FSDP on `grid`. `dtype` is the type of the shards. For a model in training it is float32,
+    even if it computes in another type."""
     shards = len(grid.ranks) // (grid.copies or 1)
     return Layout(
         ranks=grid.ranks,
@@ -42,23 +43,23 @@ def fsdp_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32
 
 @dataclass(frozen=True, eq=False)
 class WholeParameters:
-    """Of transformers' model, and the canonical tensors that lie in them, each a run of whole rows; a vector's elements
-    count as rows."""
+    """Parameters of transformers' model and their canonical tensors. Each tensor is a run of whole rows. A vector's
+    elements count as rows."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     tensor: IntArray
-    """[runs] the canonical tensor."""
+    """The canonical tensor of each run, shape [runs]."""
     parameter: IntArray
-    """[runs] where it lies, ascending."""
+    """The parameter of each run, ascending, shape [runs]."""
     first: IntArray
-    """[runs] its first row there."""
+    """The first row of each run in its parameter, shape [runs]."""
     rows: IntArray
-    """[runs]"""
+    """The rows of each run, shape [runs]."""
     width: IntArray
-    """[runs] elements of a row."""
+    """The elements of a row of each run, shape [runs]."""
     is_vector: np.ndarray
-    """[runs]"""
+    """Whether each run is a vector, shape [runs]."""
 
 
 @lru_cache(maxsize=8)
@@ -84,8 +85,8 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
 
 
 def _owner(tensor: str, prefix: str) -> str:
-    """The parameter of transformers' language model that a checkpoint's tensor lies in, whose decoder's names begin
-    with `prefix` there."""
+    """Returns the parameter of transformers' language model for a checkpoint's tensor. In the checkpoint, the decoder's
+    names begin with `prefix`."""
     if tensor.startswith(prefix):
         tensor = DECODER + tensor.removeprefix(prefix)
     found = EXPERT.fullmatch(tensor)
@@ -98,7 +99,8 @@ def _owner(tensor: str, prefix: str) -> str:
 
 
 def _places(owners: list[str]) -> list[int]:
-    """[tensors] by which they are sorted so that those of one parameter lie together, else in their order."""
+    """Returns sort keys, shape [tensors]. They put the tensors of one parameter together and otherwise keep the
+    order."""
     first: dict[str, int] = {}
     return [first.setdefault(owner, number) for number, owner in enumerate(owners)]
 
@@ -112,7 +114,7 @@ def _stacked_shape(tensors: CanonicalTensors, members: list[int]) -> tuple[int, 
 
 
 def _shard(whole: WholeParameters, shards: int, part: int) -> RankLayout:
-    """Share `part` of `shards`."""
+    """Returns share `part` of `shards`."""
     outer = np.array([shape[0] for shape in whole.shapes], dtype=np.int64)
     inner = np.array([shape[1] if len(shape) == 3 else 1 for shape in whole.shapes], dtype=np.int64)
     each = -(-outer // shards)
@@ -134,7 +136,7 @@ def _shard(whole: WholeParameters, shards: int, part: int) -> RankLayout:
 
 
 def _parameters(whole: WholeParameters, start: IntArray, stop: IntArray) -> Parameters:
-    """Those of which a share has something."""
+    """Returns the parameters with any rows in a share."""
     return tuple(
         (name, (int(last - first), *shape[1:]))
         for name, shape, first, last in zip(whole.names, whole.shapes, start, stop, strict=True)

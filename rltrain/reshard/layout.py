@@ -1,7 +1,8 @@
-"""What a layout is: for every rank, which boxes of the checkpoint's tensors lie where in its parameters; and which
-boxes of two layouts overlap.
+"""Layouts describe the boxes of canonical tensors in the parameters of every rank. This module also finds the
+overlapping boxes of two layouts.
 
-Canonical tensors are those of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n].
+Canonical tensors are the tensors of a Hugging Face checkpoint, seen as matrices. A vector of shape [n] counts as [1,
+n].
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from rltrain.models import Architecture, canonical_tensors, element_types
 from rltrain.models.table import ITEM_BYTES, Array, CanonicalTensors, IntArray, TypeArray
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and local shapes."""
+"""Names and local shapes of parameters, in order."""
 
 BOX_FIELDS = ("tensor", "row", "col", "rows", "cols")
 
@@ -31,15 +32,15 @@ PIECE = np.dtype(
         ("stride", np.int64),
     ]
 )
-"""A box of canonical tensor number `tensor` that lies in local parameter number `parameter`, beginning at element
-`offset`, rows `stride` elements apart, columns adjacent."""
+"""A box of canonical tensor number `tensor`, stored in local parameter number `parameter`. It begins at element
+`offset` of the parameter. Its rows are `stride` elements apart, and its columns are adjacent."""
 
 
 class RankLayout:
-    """One rank's parameters (name and local shape) and the pieces that lie in them.
+    """The parameters of one rank (name and local shape) and their pieces [PIECE].
 
-    Elements that no piece covers are padding: they are zeroed when the parameters are made and never written again.
-    Planning reads the pieces of all ranks but the parameters of its own only, so those may be given as a function.
+    Elements without a piece are padding. They are zeroed when the parameters are allocated and never written again.
+    Planning reads the pieces of all ranks but the parameters of only one. So `parameters` may be a function.
     """
 
     def __init__(self, parameters: Parameters | Callable[[], Parameters], pieces: Array) -> None:
@@ -53,10 +54,11 @@ class RankLayout:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a model's tensors lie on `ranks`. `parts[i]` is the share that `ranks[i]` holds: replicas have equal parts.
+    """The placement of a model's tensors on `ranks`.
 
-    `types` [tensors] is the element type of every canonical tensor on this side. `build` is a pure function from a part
-    to its contents, so every rank can work out what any other rank holds.
+    Rank `ranks[i]` holds the share `parts[i]`. Replicas have equal parts. `types` [tensors] has the element type of
+    every canonical tensor in this layout. `build` is a pure function from a part to its RankLayout, so every rank can
+    compute the contents of any other rank.
     """
 
     ranks: tuple[int, ...]
@@ -75,13 +77,14 @@ class Layout:
         return self._built[part]
 
     def on(self, rank: int) -> RankLayout:
-        """The share of `rank`, which must be one of `ranks`."""
+        """Returns the contents of `rank`. It must be one of `ranks`."""
         return self.part(self.parts[self.ranks.index(rank)])
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` consecutive rows of one tensor (elements of a vector) from `first`; `tensor` counts within its group."""
+    """A run of `count` consecutive rows of one tensor, starting at row `first`. Vectors count in elements instead of
+    rows. `tensor` counts from the first tensor of its group."""
 
     tensor: int
     first: int
@@ -90,7 +93,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One local parameter: name, shape and its pieces, whose `tensor` counts from the first tensor of its group."""
+    """One local parameter with its name, shape and pieces. The `tensor` of a piece counts from the first tensor of its
+    group."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +102,7 @@ class Shard:
 
 
 def window(segments: list[Segment], start: int, stop: int) -> list[Segment]:
-    """What [start, stop) covers of the sequence that `segments` make up one after another."""
+    """Returns the range [start, stop) of the sequence formed by `segments` end to end."""
     kept, position = [], 0
     for segment in segments:
         low, high = max(start, position), min(stop, position + segment.count)
@@ -109,9 +113,9 @@ def window(segments: list[Segment], start: int, stop: int) -> list[Segment]:
 
 
 def stacked(name: str, segments: list[Segment], length: int, width: int | None) -> Shard:
-    """A parameter of `length` rows of `width` columns that begins with `segments`, one below the other.
+    """Returns a parameter with `segments` one below the other, from its first row on.
 
-    `width` None makes it a vector of `length` elements. What the segments leave over at the end is padding.
+    The shape is [length, width], or [length] if `width` is None. Rows after the last segment are padding.
     """
     pieces = np.zeros(len(segments), dtype=PIECE)
     first = np.array([segment.first for segment in segments], dtype=np.int64)
@@ -128,31 +132,33 @@ def stacked(name: str, segments: list[Segment], length: int, width: int | None) 
 
 
 def column_slice(name: str, rows: int, first: int, count: int) -> Shard:
-    """A parameter that holds `count` columns from `first` of a tensor of `rows` rows."""
+    """Returns a parameter of columns [first, first + count) of a tensor with `rows` rows."""
     pieces = np.zeros(1, dtype=PIECE)
     pieces["col"], pieces["rows"], pieces["cols"], pieces["stride"] = first, rows, count, count
     return Shard(name, (rows, count), pieces)
 
 
 def below(upper: Shard, lower: Shard) -> Shard:
-    """One parameter that holds `lower` below `upper`, which has as many columns and the same name."""
+    """Returns one parameter with the rows of `upper` and then the rows of `lower`. Both must have the same name and the
+    same number of columns."""
     pieces = np.concatenate([upper.pieces, lower.pieces])
     pieces["offset"][len(upper.pieces) :] += int(np.prod(upper.shape))
     return Shard(upper.name, (upper.shape[0] + lower.shape[0], *upper.shape[1:]), pieces)
 
 
-# A layout as several of some parameters each, so that a reshard can be carried out piecemeal through little memory.
+# Layouts split by parameters. A reshard in several parts needs less memory.
 
 Run = tuple[int, int]
-"""[first, stop) of a share's parameters."""
+"""A range [first, stop) of a share's parameters."""
 
 
 def split(layout: Layout, max_bytes: int) -> list[Layout]:
-    """Parameters in their order, as many per layout as `max_bytes` hold; one that is larger alone.
+    """Splits a layout into layouts of consecutive parameters, each of at most `max_bytes` per rank.
 
-    Together the results have the parameters and pieces of `layout`, each once; canonical tensors keep their numbers, so
-    that each is a destination for the same source. A pure function: equal on all ranks. Where shares have different
-    parameters, some may have none in the last results.
+    A parameter larger than `max_bytes` is alone in its layout. Together the results have every parameter and piece of
+    `layout` once. Canonical tensors keep their numbers, so each result can be a destination for the same source. The
+    function is pure, so all ranks get equal results. If shares differ in their parameters, some shares may be empty in
+    the last results. Raises ValueError if `max_bytes` is less than 1.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes is {max_bytes}; expected at least one byte")
@@ -165,10 +171,10 @@ def split(layout: Layout, max_bytes: int) -> list[Layout]:
 
 
 def parameter_types(layout: Layout, share: int) -> TypeArray:
-    """[parameters]: the element type of each of a share's parameters.
+    """Returns the element type of every parameter of a share, shape [parameters].
 
-    One that holds padding alone, as the last rows of a vocabulary may, has the type of its namesakes in other shares;
-    without any, the layout's most frequent one.
+    A parameter may be padding alone, such as the last rows of a vocabulary. It then has the type of the parameters with
+    its name in other shares. Without any, it has the layout's most frequent type.
     """
     on = layout.part(share)
     types = np.full(len(on.parameters), np.bincount(layout.types).argmax(), dtype=np.uint8)
@@ -217,17 +223,20 @@ def _chosen(layout: Layout, runs: Mapping[int, Run], share: int) -> RankLayout:
     return RankLayout(lambda: whole.parameters[first:stop], pieces)
 
 
-# A reshard piecemeal by canonical tensors, for sources that are made when they are asked for.
+# Layouts split by canonical tensors, for sources with tensors made on demand.
 
 BoolArray = NDArray[np.bool_]
 
 MADE_BYTES = 2**28
-"""Of whole layers, of which a rank makes its share at a time."""
+"""Bytes of whole layers per group. A rank makes its share of one group at a time."""
 
 
 def tensor_groups(tensors: CanonicalTensors, types: TypeArray, max_bytes: int) -> Iterator[BoolArray]:
-    """[tensors] which belong to each group: whole layers in their order, as many as `max_bytes` hold, or one; what
-    belongs to no layer goes with the one before it. Pure: equal on all ranks."""
+    """Yields a mask of shape [tensors] for every group of consecutive whole layers.
+
+    A group has as many layers as fit in `max_bytes`, or one larger layer. Tensors outside layers belong to the group of
+    the preceding tensor and are not counted. The function is pure, so all ranks get equal groups.
+    """
     sizes = (tensors.matrix_shapes.prod(axis=1) * ITEM_BYTES[types]).tolist()
     layer = [_layer_of(name) for name in tensors.names]
     group, held, groups = 0, 0, []
@@ -248,14 +257,15 @@ def tensor_groups(tensors: CanonicalTensors, types: TypeArray, max_bytes: int) -
 
 
 def holding(layout: Layout, tensors: BoolArray) -> Layout:
-    """What `layout` has of some tensors: parameters with nothing of them are not in it. Tensors keep their numbers."""
+    """Returns `layout` restricted to some tensors, given as a mask. Parameters without them are left out. Tensors keep
+    their numbers."""
     none = np.zeros(len(tensors), dtype=np.int64)
     return holding_rows(layout, np.stack([none, np.where(tensors, layout.tensors.matrix_shapes[:, 0], 0)], axis=1))
 
 
 def holding_rows(layout: Layout, rows: IntArray) -> Layout:
-    """What `layout` has of `rows` [tensors, 2], from and to: parameters with nothing of them are not in it; those that
-    are keep their shapes."""
+    """Returns `layout` restricted to `rows` [tensors, 2], the first and the end row of every tensor. Parameters without
+    such rows are left out. The others keep their shapes."""
     return replace(layout, build=partial(_holding_rows, layout, rows))
 
 
@@ -273,16 +283,17 @@ def _holding_rows(layout: Layout, rows: IntArray, share: int) -> RankLayout:
 
 
 def _layer_of(name: str) -> str | None:
-    """The part of a tensor's name that tells its layer."""
+    """Returns the number of the layer in a tensor's name as a string, or None outside layers."""
     before, layers, after = name.partition(".layers.")
     return after.partition(".")[0] if layers else None
 
 
-# Whole tensors of a checkpoint as a layout, shared out over ranks.
+# Layouts of whole checkpoint tensors, distributed over ranks.
 
 
 def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
-    """Whole tensors of `dtype`, each a parameter, dealt out over `ranks` in consecutive runs of about equal bytes."""
+    """Returns a layout with each whole tensor of `dtype` as a parameter. Ranks get consecutive tensors with about equal
+    numbers of elements."""
     tensors = canonical_tensors(architecture)
     size = tensors.matrix_shapes.prod(axis=1)
     middle = np.cumsum(size) - size / 2
@@ -306,8 +317,8 @@ def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> 
 
 
 def hf_rows(layout: Layout, rows: IntArray) -> Layout:
-    """What `layout`, a result of hf_layout, has of `rows` [tensors, 2], from and to: a parameter [rows, columns] of
-    each tensor that has some."""
+    """Returns a result of `hf_layout` restricted to `rows` [tensors, 2], the first and the end row of every tensor.
+    Each tensor with such rows becomes a parameter of shape [rows, columns]."""
     return replace(layout, build=partial(_rows_of_tensors, layout, rows))
 
 
@@ -322,17 +333,17 @@ def _rows_of_tensors(layout: Layout, rows: IntArray, part: int) -> RankLayout:
     return RankLayout(tuple(zip(names, shapes, strict=True)), pieces)
 
 
-# Which boxes of a destination layout overlap which boxes of a source layout. Arrays only, nothing is communicated.
+# Overlaps between the boxes of two layouts, computed with arrays and without communication.
 
 BOX = np.dtype([(name, np.int64) for name in BOX_FIELDS])
 
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """The distinct boxes of a source layout, sorted by tensor and place; no two overlap.
+    """The distinct boxes of a source layout, sorted by tensor and position. No two of them overlap.
 
-    `holder_sets[holders[i]]` are the ranks that hold fragment i, ascending. `of_part[part]` [pieces] are the fragments
-    that the pieces of a part are.
+    `holder_sets[holders[i]]` has the ranks with a copy of fragment i, ascending. `of_part[part]` [pieces] has the
+    fragment number of every piece of a part.
     """
 
     boxes: Array
@@ -342,7 +353,8 @@ class Fragments:
 
     @cached_property
     def starts(self) -> IntArray:
-        """[fragments]: where each begins when the elements of all are numbered through."""
+        """The number of every fragment's first element, shape [fragments]. Elements of all fragments are numbered
+        consecutively."""
         sizes = elements(self.boxes)
         starts: IntArray = np.cumsum(sizes) - sizes
         return starts
@@ -350,7 +362,8 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """Boxes shared by piece `piece` and fragment `fragment`, in the order of the pieces."""
+    """Intersections of pieces and fragments, in the order of the pieces. Box i is shared by piece `piece[i]` and
+    fragment `fragment[i]`."""
 
     boxes: Array
     piece: IntArray
@@ -358,7 +371,8 @@ class Overlaps:
 
 
 def fragments_of(layout: Layout) -> Fragments:
-    """Raises ValueError where two shares of the source overlap without being equal."""
+    """Returns the distinct boxes of a source layout and their holders. Raises ValueError if two boxes of the source
+    overlap without being equal."""
     parts = sorted(set(layout.parts))
     per_part = [boxes_of(layout.part(part).pieces) for part in parts]
     boxes, inverse = distinct(np.concatenate(per_part))
@@ -372,7 +386,8 @@ def fragments_of(layout: Layout) -> Fragments:
 
 
 def match(pieces: Array, fragments: Fragments, tensors: CanonicalTensors) -> Overlaps:
-    """Where the elements of `pieces` are found. Raises ValueError naming a tensor that the source lacks a part of."""
+    """Returns the intersections of `pieces` with the source's fragments. Raises ValueError if the source lacks a part
+    of a piece. The message names the tensor."""
     found = overlaps(pieces, fragments.boxes)
     covered = np.bincount(found.piece, weights=elements(found.boxes), minlength=len(pieces)).astype(np.int64)
     missing = np.flatnonzero(covered != elements(pieces))
@@ -386,7 +401,7 @@ def match(pieces: Array, fragments: Fragments, tensors: CanonicalTensors) -> Ove
 
 
 def overlaps(pieces: Array, boxes: Array) -> Overlaps:
-    """Every non-empty intersection of `pieces` with `boxes`, which are sorted by tensor."""
+    """Returns every non-empty intersection of `pieces` with `boxes`. `boxes` must be sorted by tensor."""
     first = np.searchsorted(boxes["tensor"], pieces["tensor"], side="left")
     count = np.searchsorted(boxes["tensor"], pieces["tensor"], side="right") - first
     piece = np.repeat(np.arange(len(pieces)), count)
@@ -406,7 +421,7 @@ def overlaps(pieces: Array, boxes: Array) -> Overlaps:
 
 
 def distinct(boxes: Array) -> tuple[Array, IntArray]:
-    """(the distinct boxes in the order of their fields, the number among them of each given box)."""
+    """Returns (distinct boxes sorted by their fields, number of each given box among them)."""
     order = np.lexsort([boxes[name] for name in reversed(BOX_FIELDS)])
     ordered = boxes[order]
     new = np.ones(len(boxes), dtype=bool)
@@ -417,7 +432,8 @@ def distinct(boxes: Array) -> tuple[Array, IntArray]:
 
 
 def set_numbers(member: IntArray, group: IntArray, num_groups: int) -> tuple[IntArray, list[tuple[int, ...]]]:
-    """Group i has the members `member[group == i]`: (the number of each group's set of members, the sets, sorted)."""
+    """Numbers the distinct sets of members. Group i has the members `member[group == i]`. Returns (the set number of
+    each group, the distinct sets as sorted tuples)."""
     order = np.lexsort((member, group))
     member, group = member[order], group[order]
     keys = np.zeros(num_groups, dtype=np.uint64)
@@ -442,13 +458,13 @@ def elements(boxes: Array) -> IntArray:
 
 
 def num_bytes(boxes: Array, types: TypeArray) -> IntArray:
-    """Of each box, where tensor i is of type `types[i]`."""
+    """Returns the bytes of every box, shape [boxes]. `types` has the element type of every tensor."""
     sizes: IntArray = elements(boxes) * ITEM_BYTES[types[boxes["tensor"]]]
     return sizes
 
 
 def offsets(pieces: Array, boxes: Array) -> IntArray:
-    """Where `boxes` begin in the parameters of the `pieces` that contain them."""
+    """Returns the first element of every box within the parameter of its piece. `pieces[i]` must contain `boxes[i]`."""
     rows: IntArray = boxes["row"] - pieces["row"]
     cols: IntArray = boxes["col"] - pieces["col"]
     begin: IntArray = rows * pieces["stride"] + cols + pieces["offset"]
@@ -461,7 +477,7 @@ def describe(box: np.void, tensors: CanonicalTensors) -> str:
 
 
 def _sets_of(num_boxes: int, of_part: dict[int, IntArray]) -> tuple[IntArray, list[tuple[int, ...]]]:
-    """(the number of each box's set of parts, the sets)."""
+    """Returns (the number of each box's set of parts, the sets)."""
     part = np.repeat(np.array(list(of_part), dtype=np.int64), [len(boxes) for boxes in of_part.values()])
     span = int(part.max()) + 1
     held = np.unique(np.concatenate(list(of_part.values())) * span + part)
@@ -469,7 +485,7 @@ def _sets_of(num_boxes: int, of_part: dict[int, IntArray]) -> tuple[IntArray, li
 
 
 def _mixed(numbers: IntArray) -> np.ndarray:
-    """Well spread 64-bit keys, so that sums of distinct sets of them differ (the finaliser of splitmix64)."""
+    """Returns well-spread 64-bit keys, so sums over distinct sets differ. Uses the finaliser of splitmix64."""
     keys = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

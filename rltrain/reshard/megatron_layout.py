@@ -1,4 +1,4 @@
-"""Cuts a family's table for one part of a layout, and says where Megatron's modules keep a checkpoint's tensors."""
+"""Cuts a family's table for one part of a layout, and describes the layout of Megatron's modules."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,15 +41,15 @@ from rltrain.reshard.layout import (
 )
 from rltrain.runtime.grid import Grid
 
-# What both sides have in common: cutting a family's table for one part of a layout.
+# The cut of a family's table for one part of a layout, for training and for engines.
 
 NO_PIECES = np.zeros(0, dtype=PIECE)
 
 
 @dataclass(frozen=True)
 class TensorShare:
-    """Share `index` of `size` equal ones. `qkv` are the rows of the fused attention projection that it holds, in its
-    order; the `padded_vocab_size` rows of the vocabulary are dealt out evenly."""
+    """The share `index` of `size` equal ones. `qkv` are its rows of the fused attention projection, in order. The
+    `padded_vocab_size` rows of the vocabulary are divided evenly."""
 
     index: int
     size: int
@@ -59,7 +59,8 @@ class TensorShare:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of every layer from `first`, `count` of them, and of each one share `index` of `size` equal ones."""
+    """A share of the experts: `count` of every layer, from `first` on, and of each expert share `index` of `size` equal
+    ones."""
 
     first: int
     count: int
@@ -69,9 +70,9 @@ class ExpertShare:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers and the ends of the model that one pipeline stage holds as one module.
+    """A module of one pipeline stage, with consecutive layers and maybe an end of the model.
 
-    Its parameters' names begin with `prefix` and number layers from 0.
+    The names of its parameters begin with `prefix` and number layers from 0.
     """
 
     layers: range
@@ -79,12 +80,13 @@ class Chunk:
     head: bool
     prefix: str = ""
     prediction: bool = False
-    """Whether it has, where it has the head, the layer that predicts a further token, and for that the embedding."""
+    """Whether a chunk with the head also has the layer for predicting a further token. It then has the embedding
+    too."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What training or an engine calls the parameter of a row, and how it splits it."""
+    """The parameter name of a row and its split, in training or in an engine."""
 
     name: Callable[[Row], str]
     split: Callable[[Row], Split]
@@ -92,21 +94,23 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Parameters of one layer, their names with "{layer}", and pieces that count tensors and parameters from 0."""
+    """A layer's parameters with "{layer}" in their names, and its pieces. Pieces count tensors and parameters from
+    0."""
 
     parameters: Parameters
     pieces: Array
 
 
 def even_share(count: int, index: int, size: int, what: str) -> tuple[int, int]:
-    """(first, count) of part `index` of `size` equal parts of `count`."""
+    """Returns (first, count) of part `index` of `size` equal parts of `count`. Raises ValueError if it cannot be
+    divided."""
     if count % size:
         raise ValueError(f"{what} ({count}) cannot be split into {size} equal parts")
     return index * (count // size), count // size
 
 
 def expert_share(architecture: Architecture, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertShare:
-    """Share of the experts of expert-parallel rank (index, size) `ep` and, within each expert, `tp`."""
+    """Returns the experts of expert-parallel rank (index, size) `ep`, and within each expert the share of `tp`."""
     first, count = even_share(architecture.num_experts, *ep, "experts")
     return ExpertShare(first, count, *tp)
 
@@ -116,8 +120,8 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class ModelCutter:
-    """Makes the parts of one layout. Each kind of layer is cut once per share and repeated, so that the cost of a part
-    grows neither with the depth of the model nor with the number of its experts."""
+    """A maker of the parts of one layout. Each kind of layer is cut once per share and repeated. So the cost of a part
+    does not grow with the depth of the model or the number of its experts."""
 
     def __init__(self, architecture: Architecture, side: Side) -> None:
         self.architecture = architecture
@@ -126,7 +130,7 @@ class ModelCutter:
         self._layers: dict[tuple[LayerKind, int, ExpertShare | None], Template] = {}
 
     def cut(self, chunks: Sequence[Chunk], share: TensorShare, experts: ExpertShare | None) -> RankLayout:
-        """The part that holds `share` of all matrices of `chunks` but the experts', of which it holds `experts`."""
+        """Returns the part with `share` of all matrices of `chunks`, and with the experts in `experts`."""
         table, first = table_of(self.architecture), first_tensors(self.architecture)
         tied = self.architecture.tied_embeddings
         contents = _Contents()
@@ -180,7 +184,8 @@ class ModelCutter:
         return Template(tuple((shard.name, shard.shape) for shard in shards), pieces)
 
     def _experts(self, layer: Layer, share: ExpertShare) -> Template:
-        """All experts of the share: one is cut and repeated, as parameters of its own or stacked in one parameter."""
+        """Returns all experts of the share. One is cut and repeated, as separate parameters or stacked in one
+        parameter."""
         rows = layer.experts
         if not rows:
             return Template((), NO_PIECES)
@@ -209,7 +214,7 @@ class ModelCutter:
         return Template(tuple(named), pieces.reshape(-1))
 
     def _shards(self, rows: Sequence[Row], share: TensorShare) -> list[Shard]:
-        """The share's parameters of `rows`, whose tensors are numbered through."""
+        """Returns the share's parameters of `rows`. Tensors are numbered consecutively."""
         shards: list[Shard] = []
         num_tensors = 0
         for row in (row for row in rows if row.parts):
@@ -224,13 +229,13 @@ class ModelCutter:
 
 
 class _Contents:
-    """Collects the templates that make up a part."""
+    """The templates of a part, collected one by one."""
 
     def __init__(self) -> None:
         self._added: list[tuple[str, Template, IntArray, int]] = []
 
     def add(self, prefix: str, template: Template, tensors: IntArray, first_layer: int = 0) -> None:
-        """`template` once for each of `tensors`, the numbers that its first tensors have."""
+        """Adds `template` once for each of `tensors`, the numbers of its first tensors."""
         self._added.append((prefix, template, tensors, first_layer))
 
     def finished(self) -> RankLayout:
@@ -239,7 +244,7 @@ class _Contents:
         for _, template, tensors, _ in self._added:
             count = len(tensors) * len(template.pieces)
             copies = pieces[num_pieces : num_pieces + count].reshape(len(tensors), len(template.pieces))
-            # As bytes: numpy copies records field by field, which takes ten times as long.
+            # As bytes, because numpy copies records field by field and takes ten times as long.
             copies.view(np.uint8)[:] = template.pieces.view(np.uint8)
             copies["tensor"] += tensors[:, None]
             copies["parameter"] += num_parameters + np.arange(len(tensors))[:, None] * len(template.parameters)
@@ -257,7 +262,7 @@ class _Contents:
 
 
 def _runs(kinds: Sequence[LayerKind], layers: range) -> list[tuple[LayerKind, range]]:
-    """`layers` as runs of consecutive ones of one kind."""
+    """Returns `layers` as runs of consecutive layers of one kind."""
     runs: list[tuple[LayerKind, range]] = []
     for layer in layers:
         if runs and runs[-1][0] == kinds[layer]:
@@ -268,7 +273,7 @@ def _runs(kinds: Sequence[LayerKind], layers: range) -> list[tuple[LayerKind, ra
 
 
 def _beside(first: Template, second: Template, num_tensors: int) -> Template:
-    """Both together, where the tensors of `second` follow the `num_tensors` of `first`."""
+    """Returns both templates together. The tensors of `second` follow the `num_tensors` of `first`."""
     pieces = np.concatenate([first.pieces, second.pieces])
     pieces["tensor"][len(first.pieces) :] += num_tensors
     pieces["parameter"][len(first.pieces) :] += len(first.parameters)
@@ -276,7 +281,7 @@ def _beside(first: Template, second: Template, num_tensors: int) -> Template:
 
 
 def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
-    """The share's parameter for `row`; tensors are numbered within the row."""
+    """Returns the share's parameter for `row`. Tensors are numbered within the row."""
     shapes = [part.shape(size) for part in row.parts]
     width = shapes[0][-1] if len(shapes[0]) > 1 else None
     if split == "columns":
@@ -301,7 +306,7 @@ def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorS
 
 
 def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:
-    """What a split cuts one by one: the tensors of a row, or sections of their rows."""
+    """Returns the sections to be split one by one. They are the tensors of a row, or sections of their rows."""
     return [
         [Segment(number, first, count) for first, count in section]
         for number, part in enumerate(row.parts)
@@ -309,26 +314,25 @@ def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:
     ]
 
 
-# Which rows of B go with which part of A, where a layout keeps the low-rank adapters of several matrices in one
-# parameter.
+# Pairs of low-rank adapters A and B in a layout. One parameter may have the adapters of several matrices.
 
 _A_NAME = re.compile(rf"(?P<adapted>.+){re.escape(ADAPTER_A)}(?P<expert>\d*)")
 
 
 @dataclass(frozen=True)
 class AdapterPair:
-    """`a` [parts * rank, inputs] and `b` [outputs, rank], with a first dimension more where experts are stacked."""
+    """The adapters `a` [parts * rank, inputs] and `b` [outputs, rank]. Stacked experts add a first dimension."""
 
     adapted: str
-    """The layer or the parameter that it is added to."""
+    """The layer or the parameter with these adapters."""
     expert: str
-    """The number of the expert in a layer of several, where each has parameters of its own; else nothing."""
+    """The number of the expert, if each expert of a layer has separate parameters. Otherwise empty."""
     a: tuple[int, ...]
     b: tuple[int, ...]
     segments: tuple[Segment, ...]
-    """Rows of `b`, in order, with the part of `a` that they go with as their tensor."""
+    """Rows of `b`, in order. `tensor` is the number of their part of `a`."""
     cut: Literal["rows", "columns", None]
-    """How the matrices are cut: by rows, as `b` then is, or by columns, as `a` is."""
+    """The cut of the matrices: by rows, like `b`, or by columns, like `a`."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -340,16 +344,16 @@ class AdapterPair:
 
     @property
     def rows_of_parts(self) -> list[int]:
-        """Rows of `b` that go with each part, where those of a part lie together and in the parts' order. ValueError
-        elsewhere."""
+        """Rows of `b` for each part of `a`. Raises ValueError unless the rows of a part are together and parts are in
+        order."""
         runs = [(part, [*run]) for part, run in groupby(self.segments, key=lambda segment: segment.tensor)]
         if [part for part, _ in runs] != [*range(self.num_parts)]:
-            raise ValueError(f"{self.adapted}: the rows of its adapters do not lie part by part")
+            raise ValueError(f"{self.adapted}: the rows of its adapters are not in the order of its parts")
         return [sum(segment.count for segment in run) for _, run in runs]
 
 
 def adapter_pairs(layout: Layout, rank: int) -> list[AdapterPair]:
-    """Those of `rank`, in the order of its parameters."""
+    """Returns the adapter pairs of `rank`, in the order of its parameters."""
     mine, tensors = layout.on(rank), layout.tensors.names
     shapes: Mapping[str, tuple[int, ...]] = dict(mine.parameters)
     boxes: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
@@ -357,7 +361,7 @@ def adapter_pairs(layout: Layout, rank: int) -> list[AdapterPair]:
     for parameter, offset, tensor, rows in zip(
         *(mine.pieces[field].tolist() for field in ("parameter", "offset", "tensor", "rows")), strict=True
     ):
-        if offset < ones[parameter]:  # of stacked experts the first tells of all
+        if offset < ones[parameter]:  # the first of stacked experts is enough
             boxes[names[parameter]].append((offset, tensor, rows))
     found = []
     for name in names:
@@ -379,7 +383,7 @@ def adapter_pairs(layout: Layout, rank: int) -> list[AdapterPair]:
 def _cut_of_adapters(
     layout: Layout, parts: Iterable[str], a: tuple[int, ...], b: tuple[int, ...]
 ) -> Literal["rows", "columns", None]:
-    """Of adapters whose A are the tensors `parts`, from what one rank has of them."""
+    """Returns the cut of adapters, given the shapes on one rank. `parts` are the tensors of their A."""
     whole = [layout.tensors.shapes[layout.tensors.numbers[name]] for name in parts]
     if a[-1] < whole[0][1]:
         return "columns"
@@ -387,14 +391,14 @@ def _cut_of_adapters(
     return "rows" if b[-2] < sum(layout.tensors.shapes[number][0] for number in others) else None
 
 
-# What Megatron's modules hold of a checkpoint's tensors, for every rank of a grid.
+# The layout of Megatron's modules, for every rank of a grid.
 
 VOCAB_ROWS_MULTIPLE = 16
-"""A rank's rows of the vocabulary are a multiple of this: what tensor cores want for any dtype."""
+"""A rank's rows of the vocabulary are a multiple of this, as tensor cores want for any dtype."""
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the vocabulary over all tensor-parallel ranks."""
+    """Returns the rows of the vocabulary over all tensor-parallel ranks, padding included."""
     return round_up(vocab_size, VOCAB_ROWS_MULTIPLE * tp)
 
 
@@ -405,13 +409,14 @@ def megatron_layout(
     dtype: str = "float32",
     transformer_engine: bool = False,
 ) -> Layout:
-    """`dtype` is that of the parameters; `transformer_engine` takes the names of its fused layers and grouped experts.
+    """Returns the layout of Megatron's modules on `grid`. `dtype` is the type of the parameters. `transformer_engine`
+    chooses the names of its fused layers and grouped experts.
 
-    With `grid.vpp` above 1 a rank holds that many chunks of the model, whose names it prefixes with their numbers
+    With `grid.vpp` above 1, a rank holds so many chunks of the model. Their names begin with their numbers
     ("0.decoder...").
 
-    `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them; `grid.ep` the experts.
-    ValueError where something does not divide.
+    `grid.tp` must divide the query heads. It must also divide the KV heads or be a multiple of them. `grid.ep` must
+    divide the experts. Raises ValueError if something does not divide.
     """
     parts = _Parts(architecture, grid, transformer_engine, chunks_of(architecture, grid))
     return Layout(
@@ -424,7 +429,7 @@ def megatron_layout(
 
 
 def chunks_of(architecture: Architecture, grid: Grid) -> tuple[tuple[Chunk, ...], ...]:
-    """[grid.pp][grid.vpp]: the chunks of every stage, as in megatron_layout."""
+    """Returns the chunks of every stage, [grid.pp][grid.vpp], as in megatron_layout."""
     pp, num_chunks = grid.pp, grid.pp * grid.vpp
     if grid.vpp > 1 and pp == 1:
         raise ValueError(f"vpp is {grid.vpp} with pp 1; expected 1: there is no pipeline to interleave")
@@ -444,10 +449,10 @@ def chunks_of(architecture: Architecture, grid: Grid) -> tuple[tuple[Chunk, ...]
 
 
 class _Parts:
-    """Numbers the distinct shares of a grid's ranks and makes their contents.
+    """The distinct shares of a grid's ranks, with their numbers and contents.
 
-    A share is determined by the pipeline stage and the place in tensor parallelism, and where the stage has experts by
-    the places in expert parallelism and in its tensor parallelism too.
+    A share is determined by the pipeline stage and the coordinate in tensor parallelism. If the stage has experts, the
+    coordinates in expert parallelism and in its tensor parallelism count too.
     """
 
     def __init__(
@@ -503,10 +508,10 @@ TRANSFORMER_ENGINE = Side(name=_te_name, split=lambda row: row.split)
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:
-    """Rows of linear_qkv: per KV group its query heads, with `gated_attention` their gates, its key head, its value
-    head, then cut into `tp` equal parts.
+    """Returns one of `tp` equal parts of the rows of linear_qkv.
 
-    Cuts fall inside a group where `tp` exceeds the KV heads.
+    For each KV group the rows are its query heads, with `gated_attention` their gates, its key head, and its value
+    head. Cuts are inside a group if `tp` exceeds the KV heads.
     """
     head = architecture.head_dim
     group = architecture.query_size // architecture.num_kv_heads

@@ -1,10 +1,10 @@
-"""The native libraries of csrc/: the descriptors that they read, and where they are found.
+"""The native libraries of csrc/, with their descriptors and their loading.
 
-`pip install` builds `_reshard_cpu.so`, and `_reshard_cuda.so` where nvcc is found, beside this file. The environment
-variable RLTRAIN_NATIVE says what happens without them:
+`pip install` builds `_reshard_cpu.so` beside this file, and `_reshard_cuda.so` if it finds nvcc. The environment
+variable RLTRAIN_NATIVE sets the behaviour without them:
 
-    auto     torch operations instead, said once per process (default)
-    off      torch operations, whatever was built
+    auto     torch operations instead, with one warning per process (default)
+    off      torch operations, even if the libraries were built
     require  an error: for the CPU library always, for the CUDA library on CUDA devices
 """
 
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from rltrain.errors import UserError, one_of
 from rltrain.models.table import ITEM_BYTES, Array, ElementType
 
-# Descriptors of strided two-dimensional slices, and what must hold of them before a kernel may follow them.
+# Descriptors of strided two-dimensional slices, and their checks before any kernel follows them.
 
 Numbers = NDArray[Any]
 
 BLOCK = 128
-"""Rows and columns of a block that shares a scale."""
+"""Rows and columns of a block with one scale."""
 
 SLICE = np.dtype(
     [
@@ -49,11 +49,11 @@ SLICE = np.dtype(
         ("col_phase", np.uint8),
     ]
 )
-"""rs_slice of csrc/reshard.h, field by field; the header says what each means. amax_base is -1 where nothing is
+"""The struct rs_slice of csrc/reshard.h, field by field. The header describes each field. amax_base is -1 if nothing is
 quantised."""
 
 ANY_TYPE = -1
-"""The element type of a base that serves every type: bytes."""
+"""The element type of a base of bytes. Such a base serves every type."""
 
 PAIRS = frozenset(
     {(kind, kind) for kind in ElementType}
@@ -61,32 +61,33 @@ PAIRS = frozenset(
     | {(kind, ElementType.FLOAT32) for kind in (ElementType.BFLOAT16, ElementType.FLOAT16)}
     | {(kind, ElementType.FLOAT8_E4M3) for kind in (ElementType.BFLOAT16, ElementType.FLOAT16)}
 )
-"""The (source, destination) types that can be copied."""
+"""The supported (source, destination) types of a copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bases:
-    """The memory that slices address: element type (or ANY_TYPE) and bytes of every base."""
+    """The memory addressed by slices, as the element type (or ANY_TYPE) and the bytes of every base."""
 
     types: NDArray[np.int64]
     num_bytes: NDArray[np.int64]
 
 
 def is_empty(slices: Array) -> NDArray[np.bool_]:
-    """Which slices [SLICE] have no elements: whatever else they say, nothing is done for them."""
+    """Returns a mask of the slices [SLICE] without elements. Nothing is done for them, even if other fields are
+    wrong."""
     empty: NDArray[np.bool_] = (slices["rows"] == 0) | (slices["cols"] == 0)
     return empty
 
 
 def quantises(slices: Array) -> NDArray[np.bool_]:
-    """Which slices [SLICE] quantise."""
+    """Returns a mask of the quantising slices [SLICE]."""
     to_float8: NDArray[np.bool_] = slices["dst_type"] == ElementType.FLOAT8_E4M3
     from_float8: NDArray[np.bool_] = slices["src_type"] == ElementType.FLOAT8_E4M3
     return to_float8 & ~from_float8
 
 
 def check_slices(slices: Array) -> None:
-    """Refuse slices [SLICE] that no memory could make right: ValueError that names the first one."""
+    """Checks slices [SLICE] by themselves, without their memory. Raises ValueError about the first wrong one."""
     if slices.dtype != SLICE or slices.ndim != 1:
         raise ValueError(f"slices are {slices.dtype} of shape {slices.shape}; expected one dimension of SLICE")
     supported = np.zeros((256, 256), dtype=bool)
@@ -106,8 +107,8 @@ def check_slices(slices: Array) -> None:
 
 
 def check_bounds(slices: Array, bases: Bases) -> None:
-    """Refuse slices [SLICE] that leave their bases or meet another element type there: ValueError that names the slice
-    and the base."""
+    """Checks slices [SLICE] against their bases. Raises ValueError if a slice leaves its base or meets another element
+    type there. The message names the slice and the base."""
     for side in ("src", "dst"):
         check_side(slices, side, slices[f"{side}_type"], slices["rows"], slices["cols"], bases)
     quantised = quantises(slices) & ~is_empty(slices)
@@ -117,7 +118,7 @@ def check_bounds(slices: Array, bases: Bases) -> None:
 
 
 def alignment(slices: Array, num_bases: int) -> NDArray[np.int64]:
-    """[bases]: the bytes of which every base's address must be a multiple."""
+    """Returns the required alignment of every base's address in bytes, shape [bases]."""
     result = np.ones(num_bases, dtype=np.int64)
     slices = slices[~is_empty(slices)]
     for side in ("src", "dst"):
@@ -127,20 +128,21 @@ def alignment(slices: Array, num_bases: int) -> NDArray[np.int64]:
 
 
 def blocks_spanned(phase: Numbers, length: Numbers) -> NDArray[np.int64]:
-    """Blocks that `length` elements touch of which the first is at `phase` within its block."""
+    """Returns the number of blocks touched by `length` elements. The first element is at `phase` within its block."""
     result: NDArray[np.int64] = (phase + length + BLOCK - 1) // BLOCK
     return result
 
 
 def check_side(slices: Array, side: str, kinds: Numbers, rows: Numbers, cols: Numbers, bases: Bases) -> None:
-    """`check_bounds` on one side ("src", "dst", "amax"), where slices have `rows` and `cols` of types `kinds`."""
+    """Does the work of `check_bounds` for one side ("src", "dst", "amax"). There, slices have `rows` and `cols` of
+    types `kinds`."""
     used = np.flatnonzero((rows > 0) & (cols > 0))
     base = slices[f"{side}_base"][used]
     stranger = (base < 0) | (base >= len(bases.types))
     _refuse(stranger, slices, f"{side}_base is not one of the {len(bases.types)} bases", at=used)
     other = (bases.types[base] != ANY_TYPE) & (bases.types[base] != kinds[used])
     _refuse(other, slices, f"base {side}_base does not hold the elements that it copies there", at=used)
-    # In float64, which is exact below 2**53 and does not wrap around above.
+    # float64 is exact below 2**53 and does not wrap around above.
     last_row = (rows[used] - 1.0) * slices[f"{side}_stride"][used]
     num_bytes = (slices[f"{side}_offset"][used] + last_row + cols[used]) * ITEM_BYTES[kinds[used]]
     outside = num_bytes > bases.num_bytes[base]
@@ -155,7 +157,7 @@ def _refuse(
     at: NDArray[np.intp] | None = None,
     num_bytes: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None,
 ) -> None:
-    """ValueError about the first slice that is `wrong`, which is said of slices[at]."""
+    """Raises ValueError about the first `wrong` slice. If `at` is given, `wrong` is a mask of slices[at]."""
     if not wrong.any():
         return
     place = int(wrong.argmax())
@@ -169,10 +171,10 @@ def _refuse(
 # Numbers of csrc/reshard_delta.h.
 
 DELTA_BLOCK, DELTA_WHOLE = 256, 255
-"""RS_DELTA_BLOCK and RS_DELTA_WHOLE: elements of a block, and the length of one that is sent whole."""
+"""RS_DELTA_BLOCK and RS_DELTA_WHOLE. They are the elements of a block, and the length to mark a block sent whole."""
 
 
-# Finding and loading the libraries, and choosing what carries out a `CopyTable`.
+# Loading of the libraries, and the choice of the backend of a `CopyTable`.
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +182,7 @@ ABI_VERSION = 6
 """RS_ABI_VERSION of csrc/reshard.h."""
 
 CUDA_TILE_BYTES = 32
-"""Bytes of a tile of the CUDA kernels, which the host computes (copy_table.py)."""
+"""Bytes of a tile of the CUDA kernels. The host computes tiles (copy_table.py)."""
 
 VARIABLE = "RLTRAIN_NATIVE"
 MODES = ("auto", "off", "require")
@@ -190,7 +192,7 @@ Backend = Literal["cuda", "native", "torch"]
 
 
 def mode() -> str:
-    """The value of RLTRAIN_NATIVE. Raises UserError where it is none of MODES."""
+    """Returns the value of RLTRAIN_NATIVE. Raises UserError if it is not one of MODES."""
     value = os.environ.get(VARIABLE) or "auto"
     if value not in MODES:
         raise UserError(f"{VARIABLE} is {value!r}; expected {one_of(value, MODES)}")
@@ -198,10 +200,10 @@ def mode() -> str:
 
 
 def backend(device_type: str) -> Backend:
-    """What copies slices on devices of this type ("cpu", "cuda"): "torch" where the native library is switched off or
-    cannot be loaded, which is then said once per process.
+    """Returns the backend of copies on devices of this type ("cpu", "cuda"). It is "torch" if native code is switched
+    off or cannot be loaded. If it cannot be loaded, a warning says so once per process.
 
-    Raises UserError where RLTRAIN_NATIVE requires what cannot be loaded.
+    Raises UserError if RLTRAIN_NATIVE requires a library and it cannot be loaded.
     """
     chosen = mode()
     if chosen == "off":
@@ -225,19 +227,19 @@ class LibraryError(Exception):
 
 @cache
 def cpu_library() -> ctypes.CDLL:
-    """Raises LibraryError."""
+    """Loads the CPU library. Raises LibraryError if it cannot be used."""
     return load(_path("cpu"), "rs_cpu", {"slice": SLICE.itemsize})
 
 
 @cache
 def cuda_library() -> ctypes.CDLL:
-    """Raises LibraryError; loads where there is no GPU as well."""
+    """Loads the CUDA library, even without a GPU. Raises LibraryError if it cannot be used."""
     return load(_path("cuda"), "rs_cuda", {"slice": SLICE.itemsize, "tile": CUDA_TILE_BYTES})
 
 
 def load(path: Path, prefix: str, struct_bytes: dict[str, int]) -> ctypes.CDLL:
-    """The library at `path`, whose symbols begin with `prefix`, after comparing its ABI version and the sizes of its
-    structs with what this package expects. Raises LibraryError."""
+    """Loads the library at `path`. Its symbols begin with `prefix`. Raises LibraryError if it is missing, or if its ABI
+    version or struct sizes differ from the expected ones."""
     if not path.exists():
         raise LibraryError(f"the native library {path.name} was not built")
     try:
@@ -252,7 +254,7 @@ def load(path: Path, prefix: str, struct_bytes: dict[str, int]) -> ctypes.CDLL:
 
 
 def typed(function: Callable[..., int], *arguments: type) -> Callable[..., int]:
-    """Returns a function of a library, which takes these ctypes and gives 0 where it succeeds."""
+    """Declares the argument types of a library function and returns it. The function returns 0 on success."""
     function.argtypes = arguments  # type: ignore[attr-defined]
     function.restype = ctypes.c_int  # type: ignore[attr-defined]
     return function
@@ -267,19 +269,19 @@ def _say_once(message: str) -> None:
     logger.warning(message)
 
 
-# Counters in memory that processes share: one raises a word, others sleep until it has come to a value.
+# Counters in memory shared by processes. One process raises a word, and others sleep until it reaches a value.
 
 Words = NDArray[np.uint32]
 WORD_MASK = 2**32 - 1
 
 
 def available() -> bool:
-    """Whether the CPU library is used in this process, without which there are none."""
+    """Returns whether this process uses the CPU library. Counters need it."""
     return backend("cpu") == "native"
 
 
 class Signal:
-    """A word of shared memory that counts up, and around."""
+    """A counter in a 32-bit word of shared memory. It wraps around."""
 
     def __init__(self, words: Words, number: int) -> None:
         self._words = words
@@ -288,9 +290,10 @@ class Signal:
         self._signal, self._await = library.rs_cpu_signal, library.rs_cpu_await
 
     def set(self, value: int) -> None:
-        """Wakes those who wait for it. They see what this process has written before."""
+        """Sets the counter and wakes its waiters. They see everything written before by this process."""
         self._signal(self._address, ctypes.c_uint32(value & WORD_MASK))
 
     def wait(self, value: int, timeout_s: float) -> bool:
-        """Whether the word has come to `value` within `timeout_s`; other threads of this process run meanwhile."""
+        """Waits until the counter reaches `value`. Returns false if it has not after `timeout_s` seconds. Other threads
+        of this process run meanwhile."""
         return not self._await(self._address, ctypes.c_uint32(value & WORD_MASK), ctypes.c_int64(int(timeout_s * 1e9)))

@@ -1,4 +1,4 @@
-"""Plans a reshard: every rank works out its own part from the two layouts, without communication."""
+"""Plans a reshard. Every rank computes its own part from the two layouts, without communication."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,26 +19,27 @@ from rltrain.reshard.layout import (
     set_numbers,
 )
 
-# How senders share out what nodes need: every demand upon the same ranks stands in one line, which is cut among them.
+# Lines of demands. All demands on the same candidate ranks form one line, to be cut among the candidates.
 #
-# A line is measured in bytes. Its blocks are, node by node, what that node needs of one holder set; every candidate
-# sends one run of the line. A rank works out any block on its own, so sender and receiver agree without a word.
+# A line is measured in bytes. Each block of it has the boxes of one holder set needed by one node. Every candidate
+# sends one run of the line. Any rank can compute any block, so sender and receiver agree without communication.
 
-# Sharing demands out among those who can meet them, so that the busiest carries as little as possible.
+# Distribution of demands over the ranks able to meet them. The busiest rank should send as little as possible.
 #
-# Integer arithmetic throughout: every rank must come to the same result, whatever processor it runs on.
+# All arithmetic is in integers, because every rank must get the same result on any processor.
 
 MAX_SWEEPS = 300
 TOLERANCE = 2000
-"""Sweeps end when no quota moves by more than the total demand divided by this and by the number of ranks."""
+"""Sweeps end if no quota moves by more than the total demand divided by this and by the number of ranks."""
 
 
 def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[IntArray]:
-    """For every demand its split over its candidates (distinct rank numbers): quotas that sum to the demand.
+    """Splits every demand over its candidates. Returns one array of quotas per demand, with the demand as its sum.
 
-    Each demand in turn is poured over its candidates like water over uneven ground, given what the others have put on
-    them, until nothing moves. This is block coordinate descent on the sum of squared loads, which is convex, so it
-    approaches the split whose largest load is the smallest possible.
+    `candidates[i]` has the distinct ranks able to meet `demands[i]`. Each demand in turn is poured over its candidates
+    like water over uneven ground, on top of the load of the other demands. This repeats until the quotas settle. It is
+    block coordinate descent on the sum of squared loads. The sum is convex, so the result approaches the split with the
+    smallest maximum load.
     """
     num_ranks = 1 + max((int(ranks.max()) for ranks in candidates), default=-1)
     load = np.zeros(num_ranks, dtype=np.int64)
@@ -64,10 +65,11 @@ def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[In
 
 
 def pour(load: IntArray, amount: int) -> IntArray:
-    """What each of the vessels that hold `load` gets when `amount` fills them to one level as far as possible."""
+    """Returns the share of each vessel if `amount` is poured into vessels already holding `load`. The lowest vessels
+    are filled to one level."""
     ascending = np.sort(load)
     held = np.cumsum(ascending)
-    # With the k lowest vessels filled to one level, the next one up must not be below that level.
+    # With the k lowest vessels filled to one level, the next vessel must not be below the level.
     levels = (held + amount) // np.arange(1, len(load) + 1)
     above = np.append(ascending[1:], np.iinfo(np.int64).max)
     level = levels[np.argmax(levels <= above)]
@@ -78,16 +80,18 @@ def pour(load: IntArray, amount: int) -> IntArray:
     return quota
 
 
-# What the destination ranks of one node need, as distinct boxes: each enters the node once, whoever needs it there.
+# The needs of one node's destination ranks, as distinct boxes. Each box enters the node once, even if several ranks
+# need it.
 
 
 @dataclass(frozen=True, eq=False)
 class NodeNeeds:
-    """The boxes that some destination parts need, in classes: boxes with the same holders, needed by the same parts.
+    """The boxes needed by some destination parts, grouped in classes. The boxes of a class have the same holders and
+    are needed by the same parts.
 
-    Class c is `boxes[starts[c]:starts[c + 1]]`, in the order of places in the source's fragments (`fragment`). Its
-    boxes are held by `holder_set[c]` of the fragments, needed by the parts `part_sets[part_set[c]]`, and are
-    `weights` bytes each on the wire. Classes are sorted by holder set.
+    Class c is `boxes[starts[c]:starts[c + 1]]`, in the order of positions in the source's fragments (`fragment`). Its
+    boxes are held by `holder_set[c]` of the fragments and needed by the parts `part_sets[part_set[c]]`. `weights` are
+    the bytes of each box on the wire. Classes are sorted by holder set.
     """
 
     boxes: Array
@@ -104,14 +108,15 @@ class NodeNeeds:
 
     @cached_property
     def class_weights(self) -> IntArray:
-        """[classes] bytes."""
+        """Bytes of each class, shape [classes]."""
         ends: IntArray = np.concatenate([[0], np.cumsum(self.weights)])
         totals: IntArray = np.diff(ends[self.starts])
         return totals
 
 
 def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: TypeArray) -> NodeNeeds:
-    """What the destination `parts` (distinct) need. `wire` [tensors] is the element type that each travels in."""
+    """Returns the needs of the destination `parts`. These must be distinct. `wire` [tensors] has the element type of
+    each tensor on the wire."""
     found = [match(layout.part(part).pieces, fragments, layout.tensors) for part in parts]
     boxes = np.concatenate([overlap.boxes for overlap in found])
     fragment = np.concatenate([overlap.fragment for overlap in found])
@@ -137,7 +142,7 @@ def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: T
 
 
 def places(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArray:
-    """Where each box's first element lies when the elements of all fragments are numbered through."""
+    """Returns the number of each box's first element. Elements of all fragments are numbered consecutively."""
     whole = fragments.boxes[fragment]
     inside = (boxes["row"] - whole["row"]) * whole["cols"] + boxes["col"] - whole["col"]
     begin: IntArray = fragments.starts[fragment] + inside
@@ -145,7 +150,7 @@ def places(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArray:
 
 
 def pieces_for(needs: NodeNeeds, layout: Layout, part: int, fragments: Fragments) -> IntArray:
-    """[boxes of `needs`]: the piece of `part` in which it keeps each box, or -1 where it does not need it."""
+    """Returns the piece of `part` for each box of `needs`, shape [boxes], or -1 if `part` does not need the box."""
     found = match(layout.part(part).pieces, fragments, layout.tensors)
     involved = np.array([part in members for members in needs.part_sets], dtype=bool)
     rows = np.flatnonzero(np.repeat(involved[needs.part_set], np.diff(needs.starts)))
@@ -161,9 +166,10 @@ def _by_place(boxes: Array, fragment: IntArray, fragments: Fragments) -> IntArra
 
 
 def _group_equal(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntArray, IntArray]:
-    """(order, group): boxes in an order where equal ones are neighbours, and the number of each one's group there.
+    """Returns (order, group). Equal boxes are neighbours in `order`, and `group` numbers the groups of equal boxes
+    there.
 
-    A part that needs a box twice, for two of its pieces, has it in two groups.
+    If a part needs a box twice, for two of its pieces, the box is in two groups.
     """
     order = np.argsort(place, kind="stable")
     ordered = place[order]
@@ -177,7 +183,8 @@ def _group_equal(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntArra
 
 
 def _group_unusual(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntArray, IntArray]:
-    """As `_group_equal`, where boxes of different extent begin at one place or a part needs a box more than once."""
+    """Does the work of `_group_equal` if boxes of different extent begin at one place, or if a part needs a box more
+    than once."""
     fields = [place, boxes["rows"], boxes["cols"], part]
     order = np.lexsort(fields[::-1])
     changes = [np.diff(field[order], prepend=-1) != 0 for field in fields]
@@ -193,7 +200,7 @@ def _group_unusual(boxes: Array, place: IntArray, part: IntArray) -> tuple[IntAr
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A node that hosts destination ranks: `ranks_of[part]` are those with that part, ascending."""
+    """A node with destination ranks. `ranks_of[part]` has the ranks with this part, ascending."""
 
     number: int
     needs: NodeNeeds
@@ -205,13 +212,14 @@ class Node:
         return [np.array(ranks, dtype=np.int64) for ranks in sets]
 
     def receivers(self, needs_class: int) -> IntArray:
-        """The ranks that need the boxes of a class, ascending."""
+        """Returns the ranks in need of the boxes of a class, ascending."""
         return self._receivers[int(self.needs.part_set[needs_class])]
 
 
 @dataclass(eq=False)
 class Line:
-    """`candidates` share the blocks; candidate i sends the bytes from `bounds[i]` to `bounds[i + 1]` of the line."""
+    """The demands on one set of candidates, in bytes. Candidate i sends the bytes from `bounds[i]` to `bounds[i +
+    1]`."""
 
     candidates: IntArray
     length: int = 0
@@ -232,11 +240,11 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What `node` needs of the boxes with one holder set, `length` bytes from `start` of `line`.
+    """The boxes of one holder set needed by `node`. They are `length` bytes of `line`, from byte `start` on.
 
-    `receivers[i]` are the ranks of the node that need class `classes[i]` and do not hold it. With `enters_once` no rank
-    of the node holds the boxes: each enters the node at one of its receivers and fans out from there. Otherwise each
-    receiver gets them from a holder on the node.
+    `receivers[i]` has the ranks of the node in need of class `classes[i]` without holding it. If `enters_once`, no rank
+    of the node holds the boxes. Each box then enters the node at one of its receivers and fans out from there.
+    Otherwise each receiver gets the boxes from a holder on the node.
     """
 
     line: Line
@@ -250,10 +258,10 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """The boxes of a block, cut where senders or entries change.
+    """The boxes of a block, cut at every change of sender or entry rank.
 
-    `need` is the number of each one's box in the node's needs; `receiver` the rank it is sent to; `needs_class` its
-    place in the block's classes.
+    `need` is the number of each box in the node's needs. `sender` and `receiver` are ranks. `needs_class` is an index
+    into the block's classes.
     """
 
     boxes: Array
@@ -264,7 +272,7 @@ class Dealt:
 
 
 class Lines:
-    """All lines of a reshard."""
+    """The lines of a reshard, and their blocks by node."""
 
     def __init__(self, nodes: list[Node], fragments: Fragments, ranks_per_node: int) -> None:
         self.all: dict[tuple[int, ...], Line] = {}
@@ -305,7 +313,7 @@ class Lines:
 
 
 def deal(block: Block) -> Dealt:
-    """Who sends every box of a block to whom."""
+    """Returns the boxes of a block with the sender and the receiver of each."""
     needs = block.node.needs
     rows, place, target, entries, entry_bounds = [], [], [], [], []
     start = block.start
@@ -335,10 +343,10 @@ def deal(block: Block) -> Dealt:
 
 
 def _cut(boxes: Array, weights: IntArray, start: int, bounds: IntArray) -> tuple[IntArray, Array, IntArray]:
-    """(index, boxes, middle): `boxes`, which follow each other from byte `start`, cut at about `bounds`.
+    """Cuts consecutive `boxes`, beginning at byte `start`, at about the bytes `bounds`. Returns (index, boxes, middle).
 
-    Cuts fall between rows, in a box of one row between elements. `index` is the number of the box that each comes of,
-    `middle` the byte in its middle.
+    Cuts are between rows, or between elements in a box of one row. `index` is the number of each result's original box.
+    `middle` is the byte in the middle of each result.
     """
     ends = start + np.cumsum(weights)
     begins = ends - weights
@@ -361,22 +369,25 @@ def _cut(boxes: Array, weights: IntArray, start: int, bounds: IntArray) -> tuple
     return index, parts, (low + high) // 2
 
 
-# Who sends which box to whom: every rank works it out for itself from the two layouts, without communication.
+# The sends, receives and copies of one rank.
 
 _BOX = [(name, np.int64) for name in BOX_FIELDS]
 _PLACE = ("parameter", "offset", "stride")
 
 TRANSFER = np.dtype([("peer", np.int64), *_BOX, *((name, np.int64) for name in _PLACE)])
-"""A box that goes to or comes from rank `peer`, and where it lies in this rank's parameters."""
+"""A box sent to or received from rank `peer`, and its position in this rank's parameters."""
 
 COPY = np.dtype([*_BOX, *((f"{side}_{name}", np.int64) for side in ("source", "destination") for name in _PLACE)])
-"""A box that this rank has in both layouts, and where it lies in each."""
+"""A box present on this rank in both layouts, and its position in each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What one rank sends and receives [TRANSFER], sorted by peer and box, so that both ends of a pair have the same
-    boxes in the same order and the bytes between them need no description."""
+    """The boxes [TRANSFER] sent and received by one rank.
+
+    Both arrays are sorted by peer and box. So both ends of a pair have the same boxes in the same order, and messages
+    need no description.
+    """
 
     sends: Array
     receives: Array
@@ -384,10 +395,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one reshard, over all ranks together.
+    """The bytes of one reshard, summed over all ranks.
 
-    `local` stays on a rank and `node` goes between ranks of a node. `network_minimum` is what nodes need and do not
-    hold, counted once per node: the least that can go between nodes.
+    `local` bytes stay on a rank. `node` bytes go between ranks of a node. `network_minimum` is the least possible
+    traffic between nodes. It counts the bytes needed but not held by a node, once per node.
     """
 
     local: int
@@ -399,11 +410,12 @@ class Traffic:
 class RankPlan:
     """One rank's part in a reshard.
 
-    First `direct`: from ranks that hold a box in the source layout, at places in source parameters, to places in
-    destination parameters; and `copies` [COPY], which stay on the rank. Then `fan_out`: what one rank of a node has
-    received for several goes to the others, at places in destination parameters on both ends. Parameters are empty
-    where the rank is not in that layout. Types are per canonical tensor; on the wire of `direct` a box has the narrower
-    of its two types, on that of `fan_out` the destination's.
+    In stage `direct`, boxes go from source parameters of their holders to destination parameters. The boxes in `copies`
+    [COPY] stay on the rank. In stage `fan_out`, ranks forward received boxes to other ranks of their node. These boxes
+    are in destination parameters on both ends.
+
+    Parameters are empty if the rank is not in the layout. Types are per canonical tensor. In `direct` a box travels in
+    the narrower of its two types, and in `fan_out` in the destination's type.
     """
 
     rank: int
@@ -417,16 +429,17 @@ class RankPlan:
     traffic: Traffic
 
 
-# Plans a reshard: every rank works out its own part from the two layouts, alone and without communication.
+# The planner.
 
 
 def plan(source: Layout, destination: Layout, rank: int, ranks_per_node: int) -> RankPlan:
-    """The part of `rank` alone; a Planner where several ranks' parts are wanted."""
+    """Returns the plan of `rank`. For the plans of several ranks, make a Planner."""
     return Planner(source, destination, ranks_per_node).plan(rank)
 
 
 def traffic(source: Layout, destination: Layout, ranks_per_node: int) -> dict[tuple[int, int], int]:
-    """Bytes that go from each rank to each other one; where both are one rank, they are copied in memory."""
+    """Returns the bytes from each rank to each other rank, by (sender, receiver). Bytes copied within a rank have the
+    key (rank, rank)."""
     planner = Planner(source, destination, ranks_per_node)
     moved: dict[tuple[int, int], int] = {}
     for rank in destination.ranks:
@@ -442,11 +455,12 @@ def traffic(source: Layout, destination: Layout, ranks_per_node: int) -> dict[tu
 
 
 class Planner:
-    """Gives `destination` its elements from where `source` holds them, each exactly once.
+    """A planner of a reshard. `destination` gets every element exactly once from its holders in `source`.
 
-    A holder on the same rank is preferred, then one on the same node. What a node does not hold enters it once, at one
-    of the ranks that need it, and fans out from there. Among equally near holders bytes are balanced. Raises ValueError
-    where the source lacks elements, or where its shares overlap without being equal.
+    A holder on the same rank is preferred, then one on the same node. Elements missing on a node enter it once, at one
+    of the ranks in need, and fan out from there. Bytes are balanced among equally near holders. Raises ValueError if
+    the source lacks elements, if its shares overlap without being equal, or if the layouts have different canonical
+    tensors.
     """
 
     def __init__(self, source: Layout, destination: Layout, ranks_per_node: int) -> None:
@@ -460,7 +474,7 @@ class Planner:
         self.lines = Lines(list(self.nodes.values()), self.fragments, ranks_per_node)
 
     def plan(self, rank: int) -> RankPlan:
-        """What `rank` sends, receives and copies; nothing for a rank in neither layout."""
+        """Returns the sends, receives and copies of `rank`. They are empty for a rank outside both layouts."""
         copies, receives, forwards, forwarded = self._at_destination(rank)
         return RankPlan(
             rank=rank,
@@ -490,7 +504,7 @@ class Planner:
         return Traffic(local=local, node=node, network_minimum=network)
 
     def bytes_of(self, boxes: Array) -> int:
-        """On the wire of `direct`."""
+        """Returns the bytes of `boxes` on the wire of stage `direct`."""
         return int(num_bytes(boxes, self.wire).sum())
 
     def _nodes(self) -> dict[int, Node]:
@@ -506,7 +520,7 @@ class Planner:
         }
 
     def _from_source(self, rank: int) -> Array:
-        """The sends of stage `direct`."""
+        """Returns the sends of stage `direct`."""
         if rank not in self.source.ranks:
             return np.empty(0, dtype=TRANSFER)
         piece_of = self._piece_of_fragment(rank)
@@ -519,7 +533,7 @@ class Planner:
         return _transfers(parts, self.source.on(rank).pieces)
 
     def _at_destination(self, rank: int) -> tuple[Array, Array, Array, Array]:
-        """(copies, receives of `direct`, sends of `fan_out`, receives of `fan_out`)."""
+        """Returns (copies, receives of `direct`, sends of `fan_out`, receives of `fan_out`)."""
         nothing = np.empty(0, dtype=TRANSFER)
         if rank not in self.destination.ranks:
             return np.empty(0, dtype=COPY), nothing, nothing, nothing
@@ -542,7 +556,7 @@ class Planner:
         return copies, _transfers(receives, pieces), _transfers(forwards, pieces), _transfers(forwarded, pieces)
 
     def _copies(self, rank: int, needs: NodeNeeds, pieces_of_needs: IntArray) -> Array:
-        """[COPY] of what a rank needs and holds."""
+        """Returns the boxes [COPY] both needed and held by a rank."""
         held = np.array([rank in holders for holders in self.fragments.holder_sets], dtype=bool)
         rows = np.flatnonzero(np.repeat(held[needs.holder_set], np.diff(needs.starts)) & (pieces_of_needs >= 0))
         result = np.empty(len(rows), dtype=COPY)
@@ -559,7 +573,8 @@ class Planner:
         return result
 
     def _piece_of_fragment(self, rank: int) -> IntArray:
-        """[fragments]: the piece in which a source rank holds each, or -1."""
+        """Returns the piece of each fragment on a source rank, shape [fragments], or -1 if the rank does not hold the
+        fragment."""
         held = self.fragments.of_part[self.source.parts[self.source.ranks.index(rank)]]
         piece_of = np.full(len(self.fragments.boxes), -1, dtype=np.int64)
         piece_of[held] = np.arange(len(held))
@@ -567,7 +582,7 @@ class Planner:
 
 
 def _forwards(dealt: Dealt, receivers: tuple[IntArray, ...], rank: int) -> Iterator[tuple[IntArray, IntArray]]:
-    """(boxes, peers) that `rank`, where they enter the node, sends on to each of the others that need them."""
+    """Yields (boxes, peers) for every other rank in need of boxes entering the node at `rank`."""
     entered = dealt.receiver == rank
     for number, ranks in enumerate(receivers):
         chosen = np.flatnonzero(entered & (dealt.needs_class == number))
@@ -576,7 +591,8 @@ def _forwards(dealt: Dealt, receivers: tuple[IntArray, ...], rank: int) -> Itera
 
 
 def _transfers(parts: list[tuple[Array, IntArray, IntArray]], pieces: Array) -> Array:
-    """[TRANSFER] of (boxes, peers, numbers of the `pieces` that hold them), in the order that both ends share."""
+    """Returns transfers [TRANSFER] in the order shared by both ends. `parts` has (boxes, peers, numbers of their
+    `pieces`)."""
     if not parts:
         return np.empty(0, dtype=TRANSFER)
     boxes, peer, piece = (np.concatenate(field) for field in zip(*parts, strict=True))

@@ -1,7 +1,7 @@
-"""Cutting what ranks exchange into rounds of bounded size, alike on both ends. Nothing is communicated.
+"""Cuts the exchanges of ranks into rounds of bounded size. Both ends cut alike, without communication.
 
-What a rank sends to another in a stage is one stream of bytes. All ranks cut all their streams into the same number of
-rounds, each stream into about equal runs, so that in no round a rank packs or receives more than a bucket holds.
+All bytes from one rank to another in a stage form one stream. All ranks cut all their streams into the same number of
+rounds, each stream into about equal runs. So no rank packs or receives more than a bucket in a round.
 """
 
 from collections.abc import Collection
@@ -16,19 +16,19 @@ from rltrain.reshard.layout import BOX_FIELDS, elements, num_bytes
 from rltrain.reshard.plan import RankPlan
 
 ALIGNMENT = 16
-"""Bytes. Runs begin at multiples of it in their streams, and in staging buffers."""
+"""Bytes. Runs begin at multiples of it in their streams and in staging buffers."""
 
 MAX_GRANULE = 2**16
-"""Bytes. Runs are multiples of a granule, so that ranks that exchange little do it in few messages."""
+"""Bytes. Runs are multiples of a granule, so ranks with little to exchange need few messages."""
 
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """What one rank sends or receives in a stage, one stream per peer.
+    """The sends or receives of one rank in a stage, as one stream per peer.
 
-    `boxes` [TRANSFER] are sorted by peer; box i is of type `types[i]` on the wire and begins at byte `begin[i]` of its
-    peer's stream. Within a stream wide elements precede narrow ones, so that each lies at a multiple of its size
-    without any padding. `peers` are ascending; stream p has `num_bytes[p]` and is boxes `first[p]:first[p + 1]`.
+    `boxes` [TRANSFER] are sorted by peer. Box i has type `types[i]` on the wire and begins at byte `begin[i]` of its
+    peer's stream. Within a stream wide elements precede narrow ones, so each is at a multiple of its size without
+    padding. `peers` are ascending. Stream p has `num_bytes[p]` bytes and the boxes `first[p]:first[p + 1]`.
     """
 
     boxes: Array
@@ -44,7 +44,8 @@ class Streams:
 
 
 def streams(transfers: Array, types: TypeArray) -> Streams:
-    """The streams of `transfers` [TRANSFER], sorted by peer; `types` [tensors] is what each tensor is on the wire."""
+    """Returns the streams of `transfers` [TRANSFER]. These must be sorted by peer. `types` [tensors] are the types on
+    the wire."""
     item = ITEM_BYTES[types[transfers["tensor"]]]
     if len(item) and item.min() != item.max():
         transfers = transfers[np.lexsort((-item, transfers["peer"]))]
@@ -58,7 +59,8 @@ def streams(transfers: Array, types: TypeArray) -> Streams:
 
 
 def checksums(made: Streams) -> IntArray:
-    """[peers]: a number that depends on every box of a stream, its type and its place: equal where both ends agree."""
+    """Returns a checksum of each stream, shape [peers]. It depends on every box, its type and its place. It is equal on
+    both ends if they agree."""
     if not len(made.boxes):
         return np.zeros(0, dtype=np.int64)
     mixed = made.begin.astype(np.uint64)
@@ -69,7 +71,8 @@ def checksums(made: Streams) -> IntArray:
 
 
 def stream_numbers(made: Streams, stage: int, sources: IntArray | int, destinations: IntArray | int) -> int:
-    """The sum over all streams, in 64 bits, of a number that depends on all there is to a stream, its ends too."""
+    """Returns a sum over all streams, in 64 bits. Each stream contributes a number made from all its properties, both
+    ends included."""
     mixed = checksums(made).view(np.uint64)
     for part in (stage, sources, destinations, made.num_bytes):
         mixed = _mix(mixed ^ np.broadcast_to(part, len(made.peers)).astype(np.uint64))
@@ -77,7 +80,8 @@ def stream_numbers(made: Streams, stage: int, sources: IntArray | int, destinati
 
 
 def distinct(made: Streams) -> tuple[Streams, IntArray]:
-    """(streams without those that have the same boxes as an earlier one, [streams] the number there of each one's)."""
+    """Returns (streams without duplicates, the number of each given stream there). Streams with the same boxes are
+    duplicates."""
     _, first, kind = np.unique(checksums(made), return_index=True, return_inverse=True)
     kept = np.sort(first)
     counts = np.diff(made.first)
@@ -95,7 +99,7 @@ def distinct(made: Streams) -> tuple[Streams, IntArray]:
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Numbers spread over 64 bits; products wrap around."""
+    """Spreads numbers over 64 bits. Products wrap around."""
     numbers = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     result: NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(29))
     return result
@@ -103,13 +107,15 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How all ranks cut their streams in a stage: into `count` runs that end at multiples of `granule` bytes."""
+    """The cut of all ranks' streams in a stage. Each stream has `count` runs, ending at multiples of `granule`
+    bytes."""
 
     count: int
     granule: int
 
     def bounds(self, num_bytes: IntArray) -> IntArray:
-        """[streams, count + 1]: run k of a stream of each length is the bytes from bound k to bound k + 1."""
+        """Returns the bounds of the runs of streams with `num_bytes`, shape [streams, count + 1]. Run k has the bytes
+        from bound k to bound k + 1."""
         shares = np.arange(self.count + 1)
         # In two steps, because bytes x rounds may not fit into 64 bits.
         whole, rest = np.divmod(num_bytes[:, None], max(self.count, 1))
@@ -119,11 +125,11 @@ class Rounds:
 
 
 def choose_rounds(max_bytes: int, max_peers: int, bucket_bytes: int) -> Rounds:
-    """The fewest rounds in which no rank packs or receives more than `bucket_bytes`, alignment included.
+    """Returns the fewest rounds with at most `bucket_bytes` packed or received by any rank in each. Alignment is
+    included.
 
-    `max_bytes` is the most that any rank sends or receives in the stage, `max_peers` the most ranks that it does it
-    with.
-    Raises ValueError where so small a bucket cannot hold a message per peer.
+    `max_bytes` is the maximum sent or received by any rank in the stage. `max_peers` is the maximum number of peers.
+    Raises ValueError if the bucket cannot hold a message per peer.
     """
     if max_bytes == 0:
         return Rounds(0, ALIGNMENT)
@@ -142,10 +148,10 @@ def choose_rounds(max_bytes: int, max_peers: int, bucket_bytes: int) -> Rounds:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """What a rank sends or receives in a stage: messages `starts[k]:starts[k + 1]` in round k.
+    """The messages sent or received by a rank in a stage. Round k has the messages `starts[k]:starts[k + 1]`.
 
     Message i is number `numbers[i]` between this rank and rank `peers[i]`, on both of them. It is `sizes[i]` bytes at
-    byte `offsets[i]` of parameter `parameters[i]`, or of the staging buffer where that is -1.
+    byte `offsets[i]` of parameter `parameters[i]`. If this is -1, it is in the staging buffer.
     """
 
     peers: IntArray
@@ -157,15 +163,16 @@ class Messages:
 
     @property
     def staged_bytes(self) -> int:
-        """The most that a round takes of the staging buffer."""
+        """Maximum bytes of the staging buffer used by a round."""
         return int((self.offsets + self.sizes)[self.parameters < 0].max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Streams cut into rounds, and what of them is packed or unpacked: `boxes` [TRANSFER], those of round k from
-    `starts[k]` to `starts[k + 1]`. Box i is of type `types[i]` in the staging buffer, which it begins `staged[i]`
-    elements into.
+    """Streams cut into rounds, with the boxes to be packed or unpacked.
+
+    Round k has the `boxes` [TRANSFER] from `starts[k]` to `starts[k + 1]`. Box i has type `types[i]` in the staging
+    buffer and begins at its element `staged[i]`.
     """
 
     boxes: Array
@@ -178,13 +185,15 @@ class Cut:
 def cut(
     made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None = None, places: IntArray | None = None
 ) -> Cut:
-    """Boxes that lie in several rounds are cut between elements: part of a row, whole rows, part of a row.
+    """Cuts streams into rounds. A box in several rounds is cut between elements: part of a row, whole rows, part of a
+    row.
 
-    With `large_bytes` a box of at least that size travels in messages of its own, on both ends of a stream. A message
-    whose elements are neighbours in one parameter, of the type that they have on the wire, goes from or to there; all
-    others are staged. `held` [tensors] is the type of each in the parameters. Without `large_bytes` every run is one
-    message and everything is staged. `places` [streams] is the byte of the staging buffer at which each stream's runs
-    begin, in all rounds; without it those of a round lie one after another.
+    With `large_bytes`, a box of at least this size has separate messages, on both ends of a stream. A message is
+    transferred in place if its elements are adjacent in one parameter and have their type on the wire. All others are
+    staged. Without `large_bytes`, every run is one staged message.
+
+    `held` [tensors] are the types in the parameters. `places` [streams] is the byte of the staging buffer for each
+    stream's runs, in all rounds. Without it, the runs of a round follow each other.
     """
     if len(made.boxes) == 0:
         return _nothing(made, rounds)
@@ -226,8 +235,8 @@ def _nothing(made: Streams, rounds: Rounds) -> Cut:
 
 
 def fixed_places(num_bytes: IntArray, rounds: Rounds, header_bytes: int = 0) -> IntArray:
-    """[streams]: places for `cut` that leave room for the longest run of each of these streams, with `header_bytes`, a
-    multiple of ALIGNMENT, before each."""
+    """Returns places for `cut` with room for the longest run of each stream, shape [streams]. There are `header_bytes`,
+    a multiple of ALIGNMENT, before each."""
     longest = np.diff(rounds.bounds(num_bytes), axis=1).max(axis=1, initial=0)
     room = -(-longest // ALIGNMENT) * ALIGNMENT
     places: IntArray = np.cumsum(room + header_bytes) - room
@@ -235,9 +244,9 @@ def fixed_places(num_bytes: IntArray, rounds: Rounds, header_bytes: int = 0) -> 
 
 
 def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray, places: IntArray | None) -> IntArray:
-    """[boxes]: the byte at which each begins in its round's staging buffer, which it takes `num_bytes` of.
+    """Returns the first byte of each box in its round's staging buffer, shape [boxes]. A box takes `num_bytes` of it.
 
-    Runs begin at multiples of ALIGNMENT; within one boxes follow each other, wide elements before narrow ones.
+    Runs begin at multiples of ALIGNMENT. Within a run boxes follow each other, wide elements before narrow ones.
     """
     end = np.cumsum(num_bytes)
     run = np.flatnonzero(_changes(number, stream))
@@ -249,7 +258,7 @@ def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray, places: Int
 
 
 def _in_turn(size: IntArray, number: IntArray) -> IntArray:
-    """[runs]: where each of `size` bytes begins in its round's staging buffer."""
+    """Returns the first byte of each run of `size` bytes in its round's staging buffer, shape [runs]."""
     size = -(-size // ALIGNMENT) * ALIGNMENT
     place: IntArray = np.cumsum(size) - size
     first = np.flatnonzero(_changes(number))
@@ -258,7 +267,7 @@ def _in_turn(size: IntArray, number: IntArray) -> IntArray:
 
 
 def _numbers_within(group: IntArray) -> IntArray:
-    """[rows]: how many rows before each are of the same group."""
+    """Returns the number of earlier rows in each row's group, shape [rows]."""
     order = np.argsort(group, kind="stable")
     _, begins, counts = np.unique(group[order], return_index=True, return_counts=True)
     numbers = np.empty(len(group), dtype=np.int64)
@@ -267,13 +276,13 @@ def _numbers_within(group: IntArray) -> IntArray:
 
 
 def _changes(*columns: IntArray) -> NDArray[np.bool_]:
-    """Whether each row differs from the one before it; the first one does."""
+    """Returns whether each row differs from the previous one. The first one does."""
     changes: NDArray[np.bool_] = np.logical_or.reduce([np.diff(column, prepend=-1) != 0 for column in columns])
     return changes
 
 
 def _segments(made: Streams, large_bytes: int | None) -> IntArray:
-    """[boxes]: numbers, ascending, equal for neighbours in a stream that share messages."""
+    """Returns ascending numbers, shape [boxes]. Neighbours in a stream have equal numbers if they share messages."""
     size = elements(made.boxes) * ITEM_BYTES[made.types]
     large = size >= large_bytes if large_bytes is not None else np.zeros(len(size), dtype=bool)
     begins = large | np.concatenate([[False], large])[: len(large)] | (made.begin == 0)
@@ -282,8 +291,8 @@ def _segments(made: Streams, large_bytes: int | None) -> IntArray:
 
 
 def _in_place(boxes: Array, same_type: NDArray[np.bool_], message: IntArray, num_messages: int) -> NDArray[np.bool_]:
-    """[messages]: whether the elements of each are neighbours in one parameter, in the order of the message, and all of
-    the type that they have on the wire."""
+    """Returns whether each message can be transferred in place, shape [messages]. Its elements must be adjacent in one
+    parameter, in order, and have their type on the wire."""
     apart = ~same_type | (boxes["rows"] > 1) & (boxes["stride"] != boxes["cols"])
     end = boxes["offset"] + elements(boxes)
     follows = (boxes["offset"][1:] == end[:-1]) & (boxes["parameter"][1:] == boxes["parameter"][:-1])
@@ -293,8 +302,8 @@ def _in_place(boxes: Array, same_type: NDArray[np.bool_], message: IntArray, num
 
 
 def _runs_of(made: Streams, bounds: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(box, first element, end, run): every box once for every run that it has elements in; run k of stream p has the
-    number p * (rounds + 1) + k."""
+    """Returns (box, first element, end, run). A box occurs once for every run with elements of it. Run k of stream p
+    has the number p * (rounds + 1) + k."""
     stream = np.repeat(np.arange(len(made.peers)), np.diff(made.first))
     base = np.cumsum(made.num_bytes) - made.num_bytes
     item = ITEM_BYTES[made.types]
@@ -312,9 +321,9 @@ def _runs_of(made: Streams, bounds: IntArray) -> tuple[IntArray, IntArray, IntAr
 
 
 def _rectangles(boxes: Array, low: IntArray, high: IntArray) -> tuple[IntArray, dict[str, IntArray]]:
-    """(index, fields): elements [low, high) of every box as rectangles.
+    """Returns the elements [low, high) of every box as rectangles (index, fields).
 
-    `index` is the box that each comes of, `fields` are new values of the box's.
+    `index` is the original box of each rectangle. `fields` are new values of its fields.
     """
     parts = np.flatnonzero((low > 0) | (high < elements(boxes)))
     cols, low_row, high_row = (
@@ -334,7 +343,7 @@ def _rectangles(boxes: Array, low: IntArray, high: IntArray) -> tuple[IntArray, 
     body = (first_row, zeros, np.maximum(high_row - first_row, 0), cols)
     tail = (high_row, zeros, zeros + 1, np.where(within, 0, high[parts] - high_row * cols))
     row, col, rows, widths = (np.stack(columns, axis=1).reshape(-1) for columns in zip(head, body, tail, strict=True))
-    # Each cut box gives three rectangles, of which some are empty; all others stay as they are.
+    # Each cut box gives three rectangles, and some of them are empty. All other boxes stay unchanged.
     count = np.ones(len(boxes), dtype=np.int64)
     count[parts] = 3
     index = np.repeat(np.arange(len(boxes)), count)
@@ -357,21 +366,21 @@ def _rectangles(boxes: Array, low: IntArray, high: IntArray) -> tuple[IntArray, 
     return index, fields
 
 
-# The stages of a reshard: what one rank sends and receives in each, over a wire or in memory that ranks share.
+# The stages of a reshard, and one rank's streams in each, over a wire or in shared memory.
 
 SHARED_BYTES = 2**22
-"""Of a round at most, in shared memory: what was packed is then read from the processors' caches."""
+"""Maximum bytes of a round in shared memory. Its packed bytes are then read from the processors' caches."""
 
 
 class StageKind(NamedTuple):
-    """A stage of a plan, or the part of one that passes through `shared` memory instead of over a wire."""
+    """A stage of a plan over a wire, or its part in `shared` memory."""
 
     name: str
     fans_out: bool
     shared: bool
 
     def round_bytes(self, bucket_bytes: int) -> int:
-        """What a rank may pack in a round where buckets hold `bucket_bytes`."""
+        """Returns the maximum bytes packed by a rank in a round, with buckets of `bucket_bytes`."""
         return min(bucket_bytes, SHARED_BYTES) if self.shared else bucket_bytes
 
 
@@ -384,17 +393,17 @@ STAGES = (
 
 
 Headers = tuple[int, ...]
-"""[stages]: bytes before what is packed of each message of a stage; 0 where messages have no header."""
+"""Bytes of the header before each message's packed bytes, shape [stages]. It is 0 for messages without a header."""
 
 NO_HEADERS: Headers = (0,) * len(STAGES)
 
 
 @dataclass(frozen=True, eq=False)
 class StageStreams:
-    """What one rank exchanges in one stage, before it is cut into rounds.
+    """The streams of one rank in one stage, before they are cut into rounds.
 
-    It packs the streams `packed`, of which stream i of `sends` is number `packed_as[i]`: in shared memory several
-    receivers may read the same.
+    The rank packs the streams `packed`. Stream i of `sends` is number `packed_as[i]` of them. In shared memory several
+    receivers may read the same one.
     """
 
     kind: StageKind
@@ -405,7 +414,7 @@ class StageStreams:
 
 
 def stage_streams(plan: RankPlan, neighbours: Collection[int] = ()) -> tuple[StageStreams, ...]:
-    """Of STAGES; what goes to or comes from `neighbours` does so in shared memory."""
+    """Returns the streams of each of STAGES. Exchanges with `neighbours` are in shared memory."""
     wire = wire_types(plan.source_types, plan.destination_types)
     exchanged = []
     for kind in STAGES:
@@ -423,8 +432,8 @@ def stage_streams(plan: RankPlan, neighbours: Collection[int] = ()) -> tuple[Sta
 def shared_places(
     exchanged: tuple[StageStreams, ...], rounds: tuple[Rounds, ...], ranks: list[int], headers: Headers = NO_HEADERS
 ) -> IntArray:
-    """[ranks, stages]: from which byte of this rank's slots on each of `ranks` finds what it receives from it, behind
-    the message's header."""
+    """Returns the place of each receiver's bytes in this rank's slots, after the message's header. It is a byte offset,
+    shape [ranks, stages]."""
     places = np.zeros((len(ranks), len(exchanged)), dtype=np.int64)
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
         if stage.kind.shared:
@@ -435,13 +444,15 @@ def shared_places(
 
 @dataclass(frozen=True, eq=False)
 class ReadPlaces:
-    """`places` [neighbours, stages]: the `shared_places` for this rank that its `neighbours`, ascending, came to."""
+    """The `shared_places` for this rank, computed by its `neighbours`, ascending. `places` has shape [neighbours,
+    stages]."""
 
     neighbours: tuple[int, ...] = ()
     places: IntArray = field(default_factory=lambda: np.zeros((0, len(STAGES)), dtype=np.int64))
 
     def on(self, peers: IntArray, stage: int) -> IntArray:
-        """[peers], each one of the neighbours: from which byte of its slots this rank reads."""
+        """Returns the byte offset to read from in the slots of each of `peers`, shape [peers]. All must be
+        neighbours."""
         places: IntArray = self.places[np.searchsorted(self.neighbours, peers), stage]
         return places
 

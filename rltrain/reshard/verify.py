@@ -1,9 +1,10 @@
-"""Whether every destination rank holds what the source ranks hold, by checksums of canonical tensors.
+"""Verifies a reshard by checksums of canonical tensors. Every destination rank must hold the values of the source
+ranks.
 
-A checksum is a sum over elements, modulo 2**64, of a number that the element's bits and its place in the canonical
-tensor give (csrc/reshard.h). So the checksum of what a rank holds of a tensor is the sum of those of the boxes that it
-was sent, whoever sent them. A sender works them out from its own memory, not from what was packed of it, and converts
-by torch operations; a destination from the pieces of its layout, not from what the plan says that it gets.
+A checksum is a sum over elements, modulo 2**64. Each element gives a number made from its bits and its place in the
+canonical tensor (csrc/reshard.h). So the checksum of a rank's part of a tensor is the sum over all boxes sent to it, by
+any ranks. A sender computes it from its own memory instead of packed bytes, and converts by torch operations. A
+destination computes it from the pieces of its layout instead of the plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +36,10 @@ from rltrain.reshard.native import BLOCK
 from rltrain.reshard.plan import RankPlan
 
 RECORD = np.dtype([("peer", np.int64), ("tensor", np.int64), ("checksum", np.int64)])
-"""The checksum of what is between this rank and `peer` of one tensor."""
+"""The checksum of all boxes of one tensor between this rank and `peer`."""
 
 Values = Callable[[int, int, int], Tensor]
-"""(number of a box, first row, number of rows) -> those rows of the box, as the destination is to hold them."""
+"""(number of a box, first row, number of rows) -> these rows of the box, in the type of the destination."""
 
 
 @torch.no_grad()
@@ -52,15 +53,15 @@ def verify(
     group: dist.ProcessGroup | None,
     blocks: BlockTable | None = None,
 ) -> None:
-    """Compare what this rank's `destination_tensors` hold after a reshard with what all ranks' `source_tensors` hold.
+    """Compares this rank's `destination_tensors` after a reshard with the `source_tensors` of all ranks.
 
-    `plan` is this rank's, for these layouts. With layouts of `quantized`, `blocks` is this rank's table and
-    `source_tensors` are without scales, which are worked out anew. Bits of NaN may differ where a tensor's type does;
-    everything else must be equal bit for bit. What was fanned out is compared with what the rank that passed it on
-    holds. What is not converted is read once, where it lies.
+    `plan` is this rank's plan for these layouts. With layouts of `quantized`, `blocks` is this rank's table, and
+    `source_tensors` have no scales. They are computed again. Everything must be equal bit for bit, except for NaNs of a
+    tensor with two types. Fanned-out boxes are compared with the memory of the forwarding rank. Values without
+    conversion are read once, in place.
 
-    Raises SyncMismatchError, on every rank alike, about the lowest tensor that differs anywhere. Collective over:
-    `group`, which is gloo's and holds the ranks of both layouts; None where that is this rank alone.
+    Raises SyncMismatchError on every rank, about the lowest differing tensor of all ranks. Collective over: `group`
+    (gloo), the ranks of both layouts. None means this rank is alone.
     """
     checksums = _Checksums(source, destination)
     wanted = _flats(plan.destination_parameters, destination_tensors)
@@ -82,9 +83,9 @@ def verify(
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Memory that boxes lie in, at the places that their fields with `prefix` say.
+    """The memory of boxes. Their places are in their fields with `prefix`.
 
-    Those that `in_place` marks are read as they are, the others are what `values` gives of them.
+    Boxes marked by `in_place` are read directly. The others are computed by `values`.
     """
 
     flats: Sequence[Tensor]
@@ -94,14 +95,14 @@ class _Held:
 
 
 class _Checksums:
-    """Checksums of boxes: per tensor, and per peer that they are shared with."""
+    """The checksums of boxes, per tensor and per peer."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self._widths = source.tensors.matrix_shapes[:, 1]
         self._same_type = source.types == destination.types
 
     def of(self, boxes: Array, peer: IntArray | int, held: _Held) -> Array:
-        """[RECORD], one per peer and tensor among `boxes`."""
+        """Returns [RECORD], one per peer and tensor among `boxes`."""
         keys = np.stack([np.broadcast_to(peer, len(boxes)), boxes["tensor"]], axis=1)
         pairs, entries = np.unique(keys.astype(np.int64), axis=0, return_inverse=True)
         summed = self._summed(boxes, entries.reshape(-1), held.prefix)
@@ -114,7 +115,7 @@ class _Checksums:
         return records
 
     def _summed(self, boxes: Array, entries: IntArray, prefix: str) -> Array:
-        """[BOX]"""
+        """Returns `boxes` as [BOX]."""
         summed = np.zeros(len(boxes), dtype=BOX)
         summed["base"] = boxes[prefix + "parameter"]
         summed["offset"], summed["stride"] = boxes[prefix + "offset"], boxes[prefix + "stride"]
@@ -125,7 +126,7 @@ class _Checksums:
         return summed
 
     def _add_converted(self, sums: IntArray, box: np.void, number: int, values: Values) -> None:
-        """`box`, which is number `number` for `values`."""
+        """Adds the checksum of `box`. Its number for `values` is `number`."""
         step = max(MAX_ELEMENTS // max(int(box["cols"]), 1), 1)
         for first in range(0, int(box["rows"]), step):
             part = values(number, first, min(step, int(box["rows"]) - first)).contiguous()
@@ -141,20 +142,20 @@ def _flats(parameters: Sequence[tuple[str, tuple[int, ...]]], tensors: Mapping[s
 
 
 def _rows(flat: Tensor, box: np.void, prefix: str, first: int, rows: int) -> Tensor:
-    """Rows of a box in the parameter that holds it, [rows, cols]."""
+    """Returns rows of a box in its parameter, shape [rows, cols]."""
     stride = int(box[prefix + "stride"])
     return flat[int(box[prefix + "offset"]) + first * stride :].as_strided((rows, int(box["cols"])), (stride, 1))
 
 
 def _as_held(flats: list[Tensor], boxes: Array) -> _Held:
-    """What the memory of the destination holds of `boxes`."""
+    """Returns the memory of `boxes` in the destination."""
     return _Held(flats, "", np.ones(len(boxes), dtype=bool))
 
 
 class _Source:
-    """A rank's source parameters, converted by torch to what the destination is to hold.
+    """A rank's source parameters, converted by torch to the types of the destination.
 
-    Collective over: `group`, where `blocks` are given and any is split.
+    Collective over: `group`, if `blocks` are given and any of them is split.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class _Source:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._source_types, self._types, self._blocks = plan.source_types, plan.destination_types, blocks
-        # The scales, which are the first parameter, are made here.
+        # The scales are the first parameter and are made here.
         self._flats = _flats([(n, shape) for n, shape in plan.source_parameters if n != SCALES_PARAMETER], tensors)
         if blocks is None:
             return
@@ -180,7 +181,7 @@ class _Source:
             self._flats[0] = scales_of(self._amax)
 
     def converted(self, boxes: Array, prefix: str = "") -> _Held:
-        """Of `boxes`, which lie at the places that their fields with `prefix` say."""
+        """Returns the converted memory of `boxes`. Their places are in their fields with `prefix`."""
         to_float8, from_float8 = (
             types[boxes["tensor"]] == ElementType.FLOAT8_E4M3 for types in (self._types, self._source_types)
         )
@@ -205,7 +206,7 @@ class _Source:
         return _Held(self._flats, prefix, as_it_is, values)
 
     def _measure(self, blocks: BlockTable) -> None:
-        """Write the largest magnitudes of this rank's blocks, as far as it holds them."""
+        """Writes the largest magnitudes of this rank's blocks, as far as it holds them."""
         for piece, place in zip(blocks.pieces, blocks.places(blocks.pieces), strict=True):
             rows, above, left = int(piece["rows"]), int(place["row_phase"]), int(place["col_phase"])
             entries = _entries(self._amax, place, above + rows, left + int(piece["cols"]))
@@ -214,13 +215,15 @@ class _Source:
 
 
 def _entries(table: Tensor, place: np.void, rows: int, cols: int) -> Tensor:
-    """Of the blocks that `rows` and `cols` elements span, counted from the beginning of the first block."""
+    """Returns the entries of the blocks spanned by `rows` and `cols` elements. Elements count from the beginning of the
+    first block."""
     shape = -(-rows // BLOCK), -(-cols // BLOCK)
     return table[int(place["amax_offset"]) :].as_strided(shape, (int(place["amax_stride"]), 1))
 
 
 def _exchange(sent: Array, rank: int, group: dist.ProcessGroup | None) -> Array:
-    """[RECORD] of what the ranks of `group` sent to this one, given what this one `sent`; peers are the senders."""
+    """Exchanges records [RECORD] between the ranks of `group`. Takes the records `sent` by this rank and returns those
+    sent to it, with the senders as peers."""
     if group is None:
         return sent
     ranks = np.array(dist.get_process_group_ranks(group), dtype=np.int64)
@@ -240,7 +243,8 @@ def _exchange(sent: Array, rank: int, group: dist.ProcessGroup | None) -> Array:
 def _compare(
     differing: IntArray, sent: Array, tensors: CanonicalTensors, rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise, on all ranks, about the lowest of the tensors that differ on any, which `differing` are on this one."""
+    """Raises SyncMismatchError on all ranks, about the lowest differing tensor of all ranks. `differing` are the
+    differing tensors of this rank."""
     none = len(tensors.names)
     lowest = torch.tensor([differing[0] if len(differing) else none])
     if group is not None:
@@ -260,7 +264,7 @@ def _compare(
 
 
 def _ranks_where(condition: bool, rank: int, group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of `group` on which `condition` holds."""
+    """Returns the ranks of `group` with a true `condition`."""
     if group is None:
         return [rank] if condition else []
     ranks = dist.get_process_group_ranks(group)
@@ -274,11 +278,11 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) or "none"
 
 
-# The slow way to do a reshard, to compare the fast way with: every tensor is assembled in full on every rank.
+# A slow reshard, to compare the fast one with. Every tensor is assembled in full on every rank.
 #
-# It shares the layouts with the fast way and nothing else: no plan, no buckets, no kernels.
+# It shares only the layouts with the fast reshard. It has no plan, no buckets and no kernels.
 
-# As csrc/reshard.h has them: torch's own differ between devices. From bfloat16 to float32 a NaN keeps its bits.
+# As in csrc/reshard.h, because torch's own differ between devices. From bfloat16 to float32 a NaN keeps its bits.
 _NANS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -291,13 +295,14 @@ def full_gather_sync(
     destination_tensors: Mapping[str, Tensor] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
+    """Writes this rank's `destination_tensors` from the `source_tensors` of all ranks. Both are given by the names of
+    their layouts.
 
-    A rank that is in one layout only passes None for the other. Takes layouts of `quantized` too, and makes the scales
-    itself: `source_tensors` are without them. At any time a rank holds one tensor of the model twice besides its
-    own. Raises ValueError where the source lacks a part of a tensor.
+    A rank of only one layout passes None for the other. Takes layouts of `quantized` too, and makes the scales itself.
+    `source_tensors` must then have no scales. At any time a rank holds one tensor of the model twice, in addition to
+    its own tensors. Raises ValueError if the source lacks a part of a tensor.
 
-    Collective over: `group`, the ranks of both layouts; None where that is this rank alone.
+    Collective over: `group`, the ranks of both layouts. None means this rank is alone.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     held, wanted = _Share(source, rank, source_tensors), _Share(destination, rank, destination_tensors)
@@ -317,7 +322,7 @@ def full_gather_sync(
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`, rounded to nearest even, with the NaNs of csrc/reshard.h."""
+    """Returns `x` in `dtype`, rounded to nearest even, with the NaNs of csrc/reshard.h."""
     if x.dtype == dtype:
         return x
     result = x.to(dtype)
@@ -328,7 +333,7 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Link:
-    """This rank, the group that it is in, and where that group's messages lie."""
+    """This rank, its group, and the device of the group's messages."""
 
     rank: int
     group: dist.ProcessGroup | None
@@ -336,7 +341,7 @@ class _Link:
 
 
 def copy_bits(destination: Tensor, source: Tensor) -> None:
-    """As integers: a copy of floats may quieten a NaN."""
+    """Copies as integers, because a copy of floats may quieten a NaN. Raises ValueError if the types differ."""
     if destination.dtype != source.dtype:
         raise ValueError(f"a tensor is {destination.dtype}, another {source.dtype}; their layouts say they are alike")
     bits = _BITS[source.dtype.itemsize]
@@ -344,7 +349,7 @@ def copy_bits(destination: Tensor, source: Tensor) -> None:
 
 
 class _Share:
-    """What one rank holds in a layout: parameters as flat views, and the pieces of every tensor."""
+    """One rank's part of a layout, with parameters as flat views and the pieces of every tensor."""
 
     def __init__(self, layout: Layout, rank: int, tensors: Mapping[str, Tensor] | None) -> None:
         self.flats: dict[int, Tensor] = {}
@@ -365,18 +370,18 @@ class _Share:
             self.pieces.setdefault(int(piece["tensor"]), []).append(piece)
 
     def box(self, piece: np.void) -> Tensor:
-        """The elements of a piece, [rows, cols]."""
+        """Returns the elements of a piece, shape [rows, cols]."""
         flat = self.flats[int(piece["parameter"])]
         rows, cols, stride = (int(piece[name]) for name in ("rows", "cols", "stride"))
         return flat[int(piece["offset"]) :].as_strided((rows, cols), (stride, 1))
 
     def find(self, box: np.void) -> Tensor:
-        """The elements of a box that is one of the pieces."""
+        """Returns the elements of a box. The box must be one of the pieces."""
         pieces = self.pieces[int(box["tensor"])]
         return self.box(next(piece for piece in pieces if all(piece[name] == box[name] for name in BOX_FIELDS)))
 
     def write(self, tensor: int, full: Tensor) -> None:
-        """Cut this rank's pieces of `tensor` out of all of it."""
+        """Writes this rank's pieces of `tensor` from the full tensor."""
         for piece in self.pieces.get(tensor, []):
             row, col, rows, cols = (int(piece[name]) for name in ("row", "col", "rows", "cols"))
             part = full[row : row + rows, col : col + cols]
@@ -384,7 +389,7 @@ class _Share:
 
 
 def _scales(source: Layout, destination: Layout) -> dict[int, int]:
-    """Number of a tensor that is to be quantised -> number of its scales."""
+    """Returns the number of each quantised tensor's scales, by the number of the tensor."""
     float8 = ElementType.FLOAT8_E4M3
     quantised = np.flatnonzero((destination.types == float8) & (source.types != float8)).tolist()
     names = source.tensors.names
@@ -392,7 +397,7 @@ def _scales(source: Layout, destination: Layout) -> dict[int, int]:
 
 
 def _distinct_boxes(layout: Layout) -> tuple[Array, IntArray]:
-    """(the distinct boxes of all ranks sorted by tensor, the lowest rank that holds each)."""
+    """Returns (the distinct boxes of all ranks sorted by tensor, the lowest holder of each)."""
     per_rank = [boxes_of(layout.on(rank).pieces) for rank in sorted(layout.ranks)]
     boxes, inverse = distinct(np.concatenate(per_rank))
     holder = np.repeat(sorted(layout.ranks), [len(boxes) for boxes in per_rank])
@@ -402,7 +407,7 @@ def _distinct_boxes(layout: Layout) -> tuple[Array, IntArray]:
 
 
 def _assembled(source: Layout, boxes: Array, first_holder: IntArray, held: _Share, tensor: int, link: _Link) -> Tensor:
-    """Tensor number `tensor` in full, from its distinct `boxes`; collective over the group of `link`."""
+    """Returns tensor number `tensor` in full, from its distinct `boxes`. Collective over: the group of `link`."""
     name, (rows, cols) = source.tensors.names[tensor], source.tensors.matrix_shapes[tensor].tolist()
     if elements(boxes).sum() != rows * cols:
         raise ValueError(f"the source holds {elements(boxes).sum()} of {rows * cols} elements of {name}")

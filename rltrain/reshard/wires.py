@@ -1,7 +1,7 @@
-"""Sending and receiving the messages of one round after another: streams, the memory of messages, and wires.
+"""Sends and receives the messages of successive rounds. The module has streams, the memory of messages, and wires.
 
-A round is first expected, then started once it is packed; what arrived is taken by unpacking it. All ranks start the
-rounds in the same order.
+A round is first expected, and started once it is packed. Arrived messages are unpacked and then marked as taken. All
+ranks start the rounds in the same order.
 """
 
 import mmap
@@ -29,44 +29,45 @@ from rltrain.reshard.rounds import ReadPlaces
 from rltrain.runtime.machine import has_ended, process_here, this_process
 from rltrain.runtime.shared_memory import AVAILABLE, SharedMemory
 
-# What runs in order and what at the same time: CUDA streams joined by events, or on the CPU just the order of calls.
+# CUDA streams with events. On the CPU, work is done in the order of the calls.
 #
-# A stream is work in order. Streams run side by side; where one must not overtake another it waits for an event that
-# the other has recorded. Only `Event.wait` and `Event.seconds_since` make the host wait.
+# A stream is work in order, and streams run side by side. To keep an order between streams, one waits for an event
+# recorded by another. Only `Event.wait` and `Event.seconds_since` make the host wait.
 
 
 class Event:
-    """A place in a stream's work; on the host, where that is done when it is issued, a time."""
+    """A point in a stream's work. On the CPU it is a point in time, because work is done when it is issued."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Make the host wait until the stream has come here."""
+        """Makes the host wait until the stream has reached this point."""
 
     def seconds_since(self, earlier: "Event") -> float:
-        """Seconds between two events that have been passed, of any streams of one device."""
+        """Returns the seconds between two passed events. They may be from any streams of one device."""
         return self.time_s - earlier.time_s
 
 
 class DeviceStream:
-    """Use as `with stream:` around the calls that issue its work. On the host they are done when they return."""
+    """A stream of work. Calls inside `with stream:` issue work to it. On the CPU their work is done when they
+    return."""
 
     def __enter__(self) -> object:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is issued from here on is no work of this stream."""
+        """Leaves the stream. Later calls issue no work to it."""
 
     def after(self, event: Event | None) -> None:
-        """What is issued from now on waits until `event` is passed."""
+        """Makes work issued later wait until `event` is passed."""
 
     def event(self) -> Event:
-        """An event behind everything issued so far."""
+        """Returns an event after all work issued so far."""
         return Event()
 
     def keep(self, buffer: Tensor) -> None:
-        """Do not reuse the memory of `buffer`, once it is freed, before this stream's work is done."""
+        """Keeps the memory of `buffer` from being reused before this stream's work is done, even if it is freed."""
 
 
 class _CudaEvent(Event):
@@ -83,7 +84,7 @@ class _CudaEvent(Event):
 
 
 class _CudaStream(DeviceStream):
-    """A stream of its own, which begins after what the device's current stream has been given before."""
+    """A separate CUDA stream. `DeviceStreams.begin` orders it after the device's current stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -108,7 +109,7 @@ class _CudaStream(DeviceStream):
 
 
 class DeviceStreams:
-    """The streams of a reshard: local copies share that of `unpack`. Made once; `begin` before each use."""
+    """The three streams of a reshard. Local copies run on `unpack`. Call `begin` before each use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,7 +121,7 @@ class DeviceStreams:
         self.pack, self.wire, self.unpack = streams
 
     def begin(self) -> Event:
-        """Let all streams wait for what the current stream has been given; the event behind that."""
+        """Makes all streams wait for the present work of the current stream. Returns the event after this work."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         return self.pack.event()
@@ -130,7 +131,7 @@ class DeviceStreams:
             stream.keep(buffer)
 
     def finish(self) -> None:
-        """Make the host wait for all streams."""
+        """Makes the host wait for all streams."""
         for stream in self._streams:
             stream.synchronize()
 
@@ -139,28 +140,28 @@ class DeviceStreams:
 
 
 class Memory:
-    """The memory of a table's bases as bytes."""
+    """The bases of a table as bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
         self._bytes: dict[int, Tensor] = {}
 
     def bytes(self, base: int) -> Tensor:
-        """All of a base."""
+        """Returns all bytes of a base."""
         if base not in self._bytes:
             self._bytes[base] = self.tensors[base].detach().view(-1).view(torch.uint8)
         return self._bytes[base]
 
     def part(self, message: Message) -> Tensor:
-        """What a message carries, or is to fill."""
+        """Returns the bytes of a message within its base."""
         return self.bytes(message.base).narrow(0, message.offset, message.num_bytes)
 
 
 def allocate(steps: Steps, device: torch.device, *, host: bool) -> tuple[Tensor, ...]:
-    """Two buffers of bytes to send from and two to receive into, for the largest rounds of `steps` that go over a wire.
+    """Returns two buffers to send from and two to receive into. They fit the largest rounds of `steps` on a wire.
 
-    Round k uses those of number k mod 2; where no stage has two rounds both are one. On `device`, or where `host` in
-    host memory that its kernels can address.
+    Round k uses the buffers number k mod 2. If no stage has two rounds, both are the same buffer. Buffers are on
+    `device`, or in pinned host memory if `host`.
     """
     stages = [stage for stage in steps.stages if not stage.kind.shared]
     num_buffers = 2 if max(stage.num_rounds for stage in stages) > 1 else 1
@@ -172,31 +173,31 @@ def allocate(steps: Steps, device: torch.device, *, host: bool) -> tuple[Tensor,
 
 
 def byte_buffer(num_bytes: int, device: torch.device, *, host: bool) -> Tensor:
-    """Contents undefined; on `device`, or where `host` in host memory that its kernels can address."""
+    """Returns an uninitialised buffer of bytes on `device`, or in pinned host memory if `host`."""
     if device.type != "cpu":
         where = torch.device("cpu") if host else device
         return torch.empty(num_bytes, dtype=torch.uint8, device=where, pin_memory=host)
     if not hasattr(mmap, "MADV_HUGEPAGE") or num_bytes == 0:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    # The system hands memory out by the page, and small pages take it ten times as long as a pack takes to fill them.
+    # The system hands out memory by the page. With small pages this takes ten times as long as the pack.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# The transfers of one stage, whatever they travel on.
+# The transfers of one stage, on any transport.
 
 
 class Wire(ABC):
-    """The transfers of one stage on `rank`, by work in `stream`.
+    """The transfers of one stage on `rank`, issued to `stream`.
 
-    `bytes_sent` counts by peer what was handed to the transport, `bytes_received` what there was room for. `spans` are,
-    once the stage is over, from when messages were handed over to when those that this rank receives, or else those
-    that it sends, were through.
+    `bytes_sent` counts the bytes handed to the transport, by peer. `bytes_received` counts the bytes of the expected
+    messages. `spans` are complete once the stage is over. A span begins when messages are handed over. It ends when the
+    received messages are through, or if nothing is received, when the sent ones are.
 
-    Where messages may be shorter than the steps say, one for each peer in a round, `shortened` gives one that is to
-    leave as long as it is, and `lengths` makes of those that leave to each peer those that come from each. That is
-    collective over all ranks of the reshard, so it is only called by wires that must know, and in every round.
+    If messages may be shorter than planned, there is one per peer in a round. `shortened` then returns a message with
+    its actual length. `lengths` takes the bytes sent to each peer and returns the bytes received from each peer. It is
+    collective over all ranks of the reshard. So only wires in need of lengths call it, and they do so in every round.
     """
 
     shortened: Callable[[Message], Message] | None = None
@@ -210,29 +211,31 @@ class Wire(ABC):
 
     @abstractmethod
     def expect(self, number: int, free: Event | None) -> None:
-        """Be ready to receive round `number`, whose buffer is `free` from that event on (None: now)."""
+        """Prepares to receive round `number`. Its buffer is free after the event `free`, or at once if None."""
 
     @abstractmethod
     def start(self, number: int, packed: Event) -> None:
-        """Send round `number`, whose messages are `packed` from that event on, and receive what was expected."""
+        """Sends round `number` and receives its expected messages. The messages to send are packed after the event
+        `packed`."""
 
     @abstractmethod
     def left(self, number: int) -> Event:
-        """When the messages that round `number` sends have left their buffer."""
+        """Returns the event after all messages sent in round `number` have left their buffer."""
 
     @abstractmethod
     def arrived(self, number: int) -> Event:
-        """When the messages that round `number` receives are in their buffer."""
+        """Returns the event after all messages received in round `number` are in their buffer."""
 
-    def taken(self, number: int, unpacked: Event) -> None:  # noqa: B027 - a transport tells the sender itself
-        """Those that round `number` receives are `unpacked` from that event on, so that their sender may write anew."""
+    def taken(self, number: int, unpacked: Event) -> None:  # noqa: B027 - most transports need no such report
+        """Reports the received messages of round `number` as unpacked after the event `unpacked`. Their sender may then
+        overwrite them."""
 
     @abstractmethod
     def finish(self) -> Event:
-        """When all that remains has left and arrived; after the rounds."""
+        """Returns the event after all remaining messages have left and arrived. Call it after the rounds."""
 
     def leaving(self, number: int) -> list[Message]:
-        """The messages that round `number`, which is packed, sends."""
+        """Returns the messages sent by round `number`. The round must be packed."""
         messages = self.steps.sends[number]
         return messages if self.shortened is None else [self.shortened(message) for message in messages]
 
@@ -244,26 +247,27 @@ class Wire(ABC):
         self.bytes_received += sum(message.num_bytes for message in messages)
 
     def round(self, number: int) -> str:
-        """How messages for people name it."""
+        """Returns the name of a round for messages to the user."""
         return f"round {number + 1} of {self.steps.num_rounds}"
 
     def failed(self, what: str, error: RuntimeError | str) -> SyncError:
-        """In place of an `error` of the transport, one that says what this rank was about."""
+        """Returns an error about this rank's attempted transfer, to be raised instead of an `error` of the
+        transport."""
         return SyncError(
-            f"rank {self.rank} could not {what} in stage {self.steps.kind.name} of a reshard: {error}. Look for "
-            "what ended or holds up the other rank: its own message comes first in the log. How long a rank waits "
-            "for another is config key timeouts.no_progress_s"
+            f"rank {self.rank} could not {what} in stage {self.steps.kind.name} of a reshard: {error}. Look in the "
+            "log for the other rank's own message, which comes first. Config key timeouts.no_progress_s sets how long "
+            "a rank waits for another"
         )
 
 
-# A wire in host memory, over gloo.
+# A wire over gloo, in host memory.
 
 Transfer = Callable[[list[Tensor], int, int], dist.Work]
-"""(tensors, rank within the group, tag): `send` or `recv` of a process group."""
+"""The `send` or `recv` of a process group. It takes tensors, a rank within the group and a tag."""
 
 
 class _Posted(NamedTuple):
-    """A message on its way and its handle; `what` is done with it, such as "send {} to"."""
+    """A message on its way and its handle. `what` describes it for errors, such as "send {} to"."""
 
     what: str
     message: Message
@@ -271,10 +275,11 @@ class _Posted(NamedTuple):
 
 
 class GlooWire(Wire):
-    """The host waits for messages: gloo has no streams.
+    """A wire over gloo. The host waits for messages, because gloo has no streams.
 
-    A message leaves its sender only once it is expected, so receives are posted as early as can be: those in place at
-    once, those of a round when their buffer is free. One may be shorter than what it is received into.
+    A message leaves its sender only once it is expected, so receives are posted as early as possible. Messages in place
+    are expected at once, and messages of a round when their buffer is free. A message may be shorter than its receive
+    buffer.
     """
 
     def __init__(
@@ -286,7 +291,7 @@ class GlooWire(Wire):
         self._sends: dict[int, list[_Posted]] = {}
         self._receives: dict[int, list[_Posted]] = {}
         self._sends_in_place: list[_Posted] = []
-        # torch.distributed.isend looks up the group and its ranks for every message, which costs more than posting it.
+        # torch.distributed.isend looks up the group and its ranks for every message. This costs more than posting it.
         self._places = {peer: place for place, peer in enumerate(dist.get_process_group_ranks(group))}
         self._receives_in_place = self._receive(steps.receives_in_place, "receive {} from")
 
@@ -349,11 +354,11 @@ def _described(what: str, message: Message) -> str:
     return f"{what.format(f'{message.num_bytes} bytes')} rank {message.peer}"
 
 
-# A wire in device memory: a round is one group call of NCCL.
+# A wire over NCCL, in device memory. A round is one group call.
 
 
 class NcclWire(Wire):
-    """All of it is issued to the stream: the host never waits."""
+    """A wire over NCCL. All work is issued to the stream, so the host never waits."""
 
     def __init__(
         self, steps: StageSteps, rank: int, stream: DeviceStream, memory: Memory, group: dist.ProcessGroup
@@ -370,7 +375,7 @@ class NcclWire(Wire):
     def start(self, number: int, packed: Event) -> None:
         stream = self.stream
         sends, receives = self.leaving(number), self.steps.receives[number]
-        if self.lengths is not None:  # both ends must name the same
+        if self.lengths is not None:  # both ends must name the same length
             coming = self.lengths({message.peer: message.num_bytes for message in sends})
             receives = [message._replace(num_bytes=coming[message.peer]) for message in receives]
         self.count_sent(sends)
@@ -407,17 +412,20 @@ class NcclWire(Wire):
         ]
 
 
-# Ranks that read each other's memory, so that what goes between them passes through no socket.
+# Shared memory of CPU ranks on one node. Their messages pass through no socket.
 
 TOKEN_BYTES = 8
 SLOTS = 2
 PACKED_WORD, TAKEN_WORD = 0, 16
-"""Of a rank's words, on cache lines of their own."""
+"""Indices of the counters among a rank's words. Each is on a cache line by itself."""
 
 
 class MappedMemory:
-    """One rank's, as it is mapped here: two slots, and how many rounds it has `packed` into them and has `taken` out of
-    its neighbours'. `process` is the rank's, as runtime/machine.py names it."""
+    """The shared memory of one rank, mapped into this process.
+
+    It has two slots and two counters. `packed` counts the rounds packed into the slots. `taken` counts the rounds taken
+    out of the neighbours' slots. `process` names the rank's process as in runtime/machine.py.
+    """
 
     def __init__(self, memory: SharedMemory, process: str) -> None:
         mapped = memory.map()
@@ -429,7 +437,7 @@ class MappedMemory:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourMemory:
-    """This rank's memory and that of its neighbours, ascending; `timeout_s` is how long one waits for another."""
+    """The memory of this rank and of its neighbours, ascending. `timeout_s` limits the wait for another rank."""
 
     own: MappedMemory
     neighbours: Mapping[int, MappedMemory]
@@ -437,7 +445,7 @@ class NeighbourMemory:
 
     @property
     def slots(self) -> list[Tensor]:
-        """This rank's two, then two of every neighbour."""
+        """This rank's two slots, then two slots of every neighbour."""
         return [slot for memory in (self.own, *self.neighbours.values()) for slot in memory.slots]
 
     @property
@@ -446,10 +454,10 @@ class NeighbourMemory:
 
 
 class Neighbours:
-    """Finds out which of `candidates` can map this rank's memory, and it theirs: those are its `ranks`, ascending.
+    """The `candidates` able to share memory with this rank in both directions. `ranks` has them, ascending.
 
-    Whether ranks can is tried and not derived: those in containers of their own may not, whatever their host. What
-    cannot be reached by both of two ranks is reached by neither. Collective over: the agreement's ranks.
+    Ranks find out by trying, because containers may keep ranks of one host apart. Two ranks share memory only if both
+    can map it. Collective over: the agreement's ranks.
     """
 
     def __init__(self, agreement: Agreement, candidates: Sequence[int]) -> None:
@@ -469,20 +477,22 @@ class Neighbours:
         self._processes = {peer: process_here(found[peer][0]) for peer in self.ranks}
 
     def read_places(self, places: IntArray) -> ReadPlaces:
-        """From the `shared_places` that each rank has come to. Collective over: the agreement's ranks."""
+        """Exchanges the `shared_places` of all ranks and returns those of the neighbours. Collective over: the
+        agreement's ranks."""
         rows = [self._agreement.ranks.index(peer) for peer in self.ranks]
         return ReadPlaces(self.ranks, self._agreement.exchange(places)[rows])
 
     def memory(self, slot_bytes: int, timeout_s: float) -> NeighbourMemory | None:
-        """Slots of at least `slot_bytes`, for as long as they are referred to; None where this rank cannot have any.
+        """Returns slots of at least `slot_bytes`, or None if this rank has no shared memory. The memory lives while it
+        is referenced.
 
-        Ends the use of this object. Collective over: the agreement's ranks.
+        This object must not be used afterwards. Collective over: the agreement's ranks.
         """
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._own is not None:
-            os.pwrite(self._own.file, bytes(TOKEN_BYTES), 0)  # where the counters will be
+            os.pwrite(self._own.file, bytes(TOKEN_BYTES), 0)  # the place of the counters
             self._own.resize(mmap.PAGESIZE + SLOTS * slot_bytes)
-        self._agreement.meet()  # so that nobody maps what has not its size yet
+        self._agreement.meet()  # no rank may map memory before it has its size
         if self._own is None:
             return None
         own = MappedMemory(self._own, this_process())
@@ -492,7 +502,8 @@ class Neighbours:
         return NeighbourMemory(own, theirs, timeout_s)
 
     def _offer(self) -> list[int]:
-        """What another rank needs to find this rank's memory, and to know it again: process, file and token."""
+        """Returns (process, file, token). Another rank finds this rank's memory by the first two and recognises it by
+        the token."""
         if self._own is None:
             return [0, 0, 0]
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -501,7 +512,8 @@ class Neighbours:
 
 
 def _created() -> SharedMemory | None:
-    """None where this rank has no such memory, or no native code to count in it."""
+    """Returns new shared memory. Returns None if the platform has none, or if there is no native code to count in
+    it."""
     if not (AVAILABLE and native.available()):
         return None
     try:
@@ -511,7 +523,7 @@ def _created() -> SharedMemory | None:
 
 
 def _opened(process: int, file: int, token: int) -> SharedMemory | None:
-    """What another process offers, or None where this one does not reach it."""
+    """Returns the memory offered by another process, or None if this process cannot reach it."""
     if not process:
         return None
     try:
@@ -524,17 +536,18 @@ def _opened(process: int, file: int, token: int) -> SharedMemory | None:
     return None
 
 
-# No wire at all: messages stay in memory of their sender, from which the receivers unpack them.
+# A wire without transfers. Messages stay in memory of their sender, and receivers unpack them from there.
 #
-# Each rank has two counters that its neighbours see: how many rounds it has packed, and how many it has unpacked. All
-# ranks go through the same rounds, so that these numbers mean the same on each.
+# Each rank has two counters for its neighbours to see: rounds packed and rounds unpacked. All ranks go through the same
+# rounds, so these numbers mean the same on each.
 
 LOOK_S = 0.2
-"""How often a rank that waits for another looks whether it still runs."""
+"""Seconds between two checks of the awaited process."""
 
 
 class SharedWire(Wire):
-    """`first_round` is how many rounds ranks have gone through before this stage, in all runs of a reshard together."""
+    """A wire through shared memory. `first_round` counts the rounds before this stage, in all runs of the reshard
+    together."""
 
     def __init__(
         self, steps: StageSteps, rank: int, stream: DeviceStream, node: NeighbourMemory, first_round: int
@@ -587,11 +600,12 @@ class SharedWire(Wire):
         return self._first_round + number + 1
 
     def _wait(self, signal: Signal, number: int, message: Message, process: str, done: str) -> None:
-        """Until `process`, the message's peer, has `done` something with a round."""
+        """Waits until `process`, the message's peer, has `done` something with a round. Raises SyncError if the process
+        has ended or the time is over."""
         deadline = time.monotonic() + self._node.timeout_s
         while not signal.wait(self._count(number), LOOK_S):
             ended = has_ended(process)
             if ended or time.monotonic() > deadline:
                 what = f"have {message.num_bytes} bytes of {self.round(number)} {done} by rank {message.peer}"
-                reason = "its process has ended" if ended else f"it has not come in {self._node.timeout_s:g} s"
+                reason = "its process has ended" if ended else f"it did not come within {self._node.timeout_s:g} s"
                 raise self.failed(what, reason)

@@ -302,8 +302,8 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
             load_adapters(path, layout, 0, parameters, lora)
         return str(raised.value)
 
-    assert "set model.lora.rank, which is 8" in error(LORA.model_copy(update={"rank": 8}), folder / "qwen3_peft")
-    assert "set model.lora.targets" in error(LORA.model_copy(update={"targets": None}), folder / "qwen3_peft")
+    assert "but model.lora.rank is 8" in error(LORA.model_copy(update={"rank": 8}), folder / "qwen3_peft")
+    assert "but model.lora.targets comes to" in error(LORA.model_copy(update={"targets": None}), folder / "qwen3_peft")
     (tmp_path / "adapter_config.json").write_text((folder / "qwen3_peft" / "adapter_config.json").read_text())
     tensors = load_file(folder / "qwen3_peft" / ADAPTERS)
     first = sorted(tensors)[0]

@@ -517,10 +517,10 @@ def failure(status: int, message: str = "", folder: Path | None = None, time_s: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_its_status_and_the_way_on(ends: Any, tmp_path: Path, number: signal.Signals) -> None:
     stopped = SignalException("Process 1 got signal", number)
-    way = "the same command begins anew, as no checkpoint was saved"
+    way = "the same command starts at step 0, because no checkpoint was saved"
     assert ends(stopped) == (128 + number, f"rltrain train: stopped by {number.name}; {way}")
     (tmp_path / "run/checkpoints/step_0000004").mkdir(parents=True)
-    way = "the same command goes on from step 4"
+    way = "the same command continues from step 4"
     assert ends(stopped) == (128 + number, f"rltrain train: stopped by {number.name}; {way}")
     assert ends(stopped, "evaluate") == (128 + number, f"rltrain evaluate: stopped by {number.name}")
 
@@ -530,11 +530,11 @@ def test_the_way_on_is_that_of_the_config(tmp_path: Path) -> None:
         made = yaml.safe_load(CONFIG) | {"output_dir": str(tmp_path), "checkpoint": checkpoint}
         return way_on(Config.model_validate(made))
 
-    assert way(memory={}).startswith("the same command goes on from the nodes' memory where that holds a later")
-    assert way(memory={}).endswith("and else begins anew, as no checkpoint was saved")
-    assert way(resume="none") == "the same command begins anew, as no checkpoint was saved"
+    assert way(memory={}).startswith("the same command continues from a later checkpoint in the nodes' memory")
+    assert way(memory={}).endswith("else starts at step 0, because no checkpoint was saved")
+    assert way(resume="none") == "the same command starts at step 0, because no checkpoint was saved"
     (tmp_path / "checkpoints/step_0000012").mkdir(parents=True)
-    assert way(resume="none") == "the same command with checkpoint.resume=auto goes on from step 12"
+    assert way(resume="none") == "the same command with checkpoint.resume=auto continues from step 12"
 
 
 def test_the_last_line_is_the_message_of_the_rank_that_failed(ends: Any, tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_the_last_line_is_the_message_of_the_rank_that_failed(ends: Any, tmp_pat
 def test_a_rank_that_was_killed_or_left_no_message_is_named(ends: Any) -> None:
     status, told = ends(ChildFailedError("train", {3: failure(-signal.SIGKILL)}))
     assert status == 1 and told.startswith("rltrain train: rank 3 was killed by SIGKILL")
-    assert told.endswith("the same command begins anew, as no checkpoint was saved")
+    assert told.endswith("the same command starts at step 0, because no checkpoint was saved")
     status, told = ends(ChildFailedError("train", {3: failure(7)}))
     assert told == "rltrain train: rank 3 ended with exit status 7 without a message; its output is above"
     assert status == 1

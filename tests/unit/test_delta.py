@@ -436,7 +436,7 @@ def test_what_changed_since_a_run_that_failed_is_not_sent() -> None:
     coder.begin(whole=True)
     coder.finish()
     coder.begin(whole=False)  # and does not come to its end
-    with pytest.raises(SyncError, match="did not come to its end"):
+    with pytest.raises(SyncError, match="did not finish"):
         coder.begin(whole=False)
 
 

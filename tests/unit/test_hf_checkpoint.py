@@ -449,7 +449,7 @@ def test_rows_come_one_after_the_other_in_memory_that_is_used_again_once_they_ar
 
 def test_what_did_not_come_is_an_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(CheckpointError, match="a.safetensors: 6 elements of first did not come"),
+        pytest.raises(CheckpointError, match="a.safetensors: 6 elements of first are missing"),
         writer_in(tmp_path) as w,
     ):
         w.write({"wide": VALUES["wide"]})

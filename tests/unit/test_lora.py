@@ -227,9 +227,9 @@ PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"r": 8}, "r is 8; set model.lora.rank, which is 4, to that"),
-        ({"lora_alpha": 4}, "lora_alpha is 4; set model.lora.alpha"),
-        ({"target_modules": ["q_proj"]}, "set model.lora.targets, which comes to .'q_proj', 'v_proj'., to that"),
+        ({"r": 8}, "r is 8, but model.lora.rank is 4; set it to the same"),
+        ({"lora_alpha": 4}, "lora_alpha is 4, but model.lora.alpha is"),
+        ({"target_modules": ["q_proj"]}, "but model.lora.targets comes to .'q_proj', 'v_proj'.; set it to the same"),
         ({"use_rslora": True}, "use_rslora is True; expected False"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({}, "has other tensors than the adapters of model.lora"),

@@ -206,7 +206,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "__3_0.distcp").unlink(),
         r"__3_0\.distcp does not exist, but \.metadata",
     ),
-    "overwritten file": (_overwrite, r"__0_0\.distcp is damaged at byte \d+, where \S+ lies"),
+    "overwritten file": (_overwrite, r"__0_0\.distcp is damaged at byte \d+ \(tensor \S+\)"),
     "lost chunk": (
         _in_metadata(lambda metadata: metadata.state_dict_metadata[FC2].chunks.pop()),
         r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight in \S+ hold 144 of the 288 elements",
@@ -214,7 +214,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "chunk of other dimensions": (_flatten_a_chunk, r"a chunk has 1 dimensions, its tensor 3"),
     "chunks in each other's place": (_swap_chunks, r"holds \[.*\] of torch\.float32 at byte \d+; \.metadata places \["),
     "file elsewhere": (_point_outside, r"'\.\./\S+', which is not in its folder"),
-    "unknown object": (_add_an_object, r"neither a tensor nor known as state of training: surprise/shard_0_1"),
+    "unknown object": (_add_an_object, r"other than tensors and known training state: surprise/shard_0_1"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"\.metadata does not exist, but latest_check"),
     "cut metadata": (
         lambda folder: (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:500]),
@@ -232,7 +232,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "odd tracker": (
         lambda folder: (folder.parent / "latest_checkpointed_iteration.txt").write_text("soon"),
-        r"says 'soon'; expected the number of an iteration",
+        r"holds 'soon'; expected the number of an iteration",
     ),
     "no tracker": (
         lambda folder: (folder.parent / "latest_checkpointed_iteration.txt").unlink(),
@@ -286,11 +286,11 @@ def test_a_mapped_file_is_not_changed_by_what_is_made_of_it(tmp_path: Path) -> N
 def test_only_plain_tensors_are_taken() -> None:
     plain_one = saved(torch.ones(64, 64))
     refused = {
-        r"where it lies holds what torch\._utils\._rebuild_parameter makes; expected a plain tensor": saved(
+        r"where it lies holds an object made by torch\._utils\._rebuild_parameter; expected a plain tensor": saved(
             torch.nn.Parameter(torch.ones(3))
         ),
-        "holds what torch._utils._rebuild_sparse_tensor makes": saved(torch.eye(3).to_sparse()),
-        "holds what dict makes": saved({"one": torch.ones(3)}),
+        "holds an object made by torch._utils._rebuild_sparse_tensor": saved(torch.eye(3).to_sparse()),
+        "holds an object made by dict": saved({"one": torch.ones(3)}),
         r"holds a torch\.LongStorage; expected one of torch\.FloatStorage": saved(torch.arange(3)),
         "was written in big-endian order": rezipped(plain_one, {"byteorder": b"big"}),
         r"holds archive/data\.pkl compressed": rezipped(plain_one, {}, zipfile.ZIP_DEFLATED),
@@ -306,12 +306,12 @@ def test_a_tensor_that_is_larger_than_its_bytes_is_refused() -> None:
     described = bytes(archive)[bytes(archive).index(b"\x80\x02c") :]
     for before, after in ((b"K\x04K\x06", b"K\x05K\x06"), (b"K\x06K\x01", b"K\x07K\x01"), (b"K\x18t", b"K\x19t")):
         assert described.count(before) == 1
-        with pytest.raises((RuntimeError, ValueError), match="out of bounds|lie in 96 bytes"):
+        with pytest.raises((RuntimeError, ValueError), match="out of bounds|are in 96 bytes"):
             saved_tensor(memoryview(bytearray(bytes(archive).replace(before, after))), "it")
 
 
 def test_a_missing_writer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a process is missing"):
+    with pytest.raises(CheckpointError, match="A process is missing"):
         write_megatron(tmp_path, QWEN3, Grid((0, 1), tp=2), leave_out=1)
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
 

@@ -190,7 +190,7 @@ def saved(tmp_path: Path) -> Saved:
         (lambda files: files.clear(), "no files of this role's training state"),
         (lambda files: files[1].unlink(), r"rank_00003.safetensors does not exist"),
         (lambda files: files.pop(), r"hold 192 elements of model.embed_tokens.*expected each of 252 once"),
-        (lambda files: files.append(files[0]), "missing or twice"),
+        (lambda files: files.append(files[0]), "missing or duplicated"),
         (lambda files: os.truncate(files[0], files[0].stat().st_size // 2), r"rank_00002.* is damaged or cut short"),
         (lambda files: save_file({"x": torch.zeros(1)}, files[0]), "format None; expected 'rltrain training state 1'"),
     ],
@@ -208,7 +208,7 @@ def test_a_file_without_what_it_promises_is_refused(saved: Saved) -> None:
     name = flat_name(MASTER, "decoder.layers.0.mlp.linear_fc1.weight")
     for changed in ({k: v for k, v in tensors.items() if k != name}, {**tensors, name: tensors[name][:-1]}):
         save_file(changed, saved.files[0])
-        with pytest.raises(CheckpointError, match=f"rank_00002.safetensors: {name} is not what pieces says"):
+        with pytest.raises(CheckpointError, match=f"rank_00002.safetensors: {name} does not match the table pieces"):
             state.read([Destination(MASTER, saved.layout.on(2).pieces, flats_of(saved.layout, 2))])
 
 
@@ -351,7 +351,7 @@ def test_who_has_it_no_more_is_named(file: FetchedFile, served: FileServer, tmp_
     with pytest.raises(CheckpointError, match=rf"{NAME} from {LOOPBACK}: it has \d+ bytes there; expected"):
         file.ask_for_all()
     (tmp_path / "other" / NAME).unlink()
-    with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: it does not have it"):
+    with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: the server does not have it"):
         file.ask_for_all()
     served.close()
     with pytest.raises(CheckpointError, match=f"{NAME} from {LOOPBACK}: Connection refused"):
