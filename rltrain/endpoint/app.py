@@ -309,8 +309,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Settings of an endpoint. `token` opens sessions and gives access to all of them; None gives this to every client.
-    """
+    """Settings of an endpoint. `token` opens sessions and gives access to all. None gives it to every client."""
 
     rules: SamplingRules
     limits: RequestLimits

@@ -31,8 +31,7 @@ def object_in(part: object, where: str) -> Mapping[str, Any]:
 
 
 def text_in(part: Mapping[str, Any], where: str) -> str:
-    """Returns the text of a part of a message, or "" if it has none. Raises RequestRefused if the text is not a string.
-    """
+    """Returns the text of a message's part, or "" if it has none. Raises RequestRefused if the text is not a string."""
     text = part.get("text") or ""
     if not isinstance(text, str):
         raise invalid(f"{where}: got {str(text)[:80]!r} as text; expected a string", where)
@@ -69,8 +68,7 @@ class RequestLimits:
     session_timeout_s: float = 3600.0
     """Time after which a session ends, even if it is in use."""
     repeat_within_s: float = 10.0
-    """Time for which a turn is continued after its client has left. Clients repeat a request after a lost connection.
-    """
+    """Time to continue a turn after its client has left. Clients repeat a request after a lost connection."""
 
 
 # Precedence between the run's sampling parameters and the request's.

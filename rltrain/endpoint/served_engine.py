@@ -178,8 +178,7 @@ class _Reload:
 
 
 class Reloads:
-    """Weight updates for an engine that another thread steps. That thread calls `carry_out`, and `wake` has it do so.
-    """
+    """Weight updates for an engine in another thread. That thread calls `carry_out`; `wake` makes it do so."""
 
     def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
         self.checkpoint = checkpoint

@@ -116,8 +116,7 @@ _MESSAGES = TypeAdapter(list[ChatMessage])
 
 
 def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Returns the messages with plain text as content, and with role `system` for `developer`. Raises RequestRefused.
-    """
+    """Returns the messages with plain text as content and role `system` for `developer`. Raises RequestRefused."""
     try:
         _MESSAGES.validate_python(list(messages))
         made = [{**message, "content": text_of(message.get("content"))} for message in messages]
@@ -286,8 +285,7 @@ def credential(request: Request) -> str | None:
 
 
 def session_of(service: Service, request: Request) -> Session:
-    """Returns the session in the request's path, else the session of its token. Raises RequestRefused if there is none.
-    """
+    """Returns the session in the request's path, else that of its token. Raises RequestRefused if there is none."""
     token = credential(request)
     if "session" in request.path_params:
         return service.sessions.of_id(request.path_params["session"], token)

@@ -246,7 +246,7 @@ def test_a_server_that_refuses_is_no_reason_to_start_another(server: LoadingServ
 
 def test_an_answer_without_the_loader_is_noticed(server: LoadingServer, delivery: Delivery) -> None:
     server.runs_loader = False
-    with pytest.raises(EngineLost, match="without having run rltrain's weight loader"):
+    with pytest.raises(EngineLost, match="without running rltrain's weight loader"):
         deliver(delivery, weights(1), 1)
 
 
