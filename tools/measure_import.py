@@ -30,7 +30,7 @@ from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
-NO_SHAPE = "the name says no shape"
+NO_SHAPE = "no known shape for this name"
 REASONS = {
     "no launch": "starts nothing that is known",
     "keys without a counterpart": "change what is computed",
@@ -92,7 +92,7 @@ OUTSIDE: dict[str, Callable[[Keys], bool]] = {
     "on images, audio or video": _of_pictures,
     NPUS: lambda keys: str(keys.get("trainer.device", "")).strip("'\"") == "npu",
     "by a trainer other than FSDP and Megatron": _of_other_backends,
-    "draws, and trains nothing": _draws_only,
+    "generates, and trains nothing": _draws_only,
     "on made-up data or steps": _on_made_up_data,
 }
 NO_TRAINING = "starts no training"

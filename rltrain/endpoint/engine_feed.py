@@ -104,7 +104,7 @@ class EngineMailbox:
         return looked
 
     def wake(self) -> None:
-        """Ends the present or next `wait`."""
+        """Ends the current or next `wait`."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()

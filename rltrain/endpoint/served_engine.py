@@ -192,7 +192,7 @@ class Reloads:
         self._lock = threading.Lock()
 
     def label(self, version: int | None = None) -> str:
-        """Returns the label of the weights of a policy version, by default the present one."""
+        """Returns the label of the weights of a policy version, by default the current one."""
         return self._labels[self._version if version is None else version]
 
     async def reload(self, checkpoint: Path, label: str | None) -> None:

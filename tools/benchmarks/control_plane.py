@@ -277,8 +277,7 @@ def make_groups(job: JobAtSize) -> Cost:
 
 
 def beat(job: JobAtSize) -> Cost:
-    """Heartbeats and watchdogs, called as by their threads. Measures traffic per second and the judging rank's seconds.
-    """
+    """Heartbeats and watchdogs, called as by their threads. Measures traffic per second and the judging rank's time."""
     heartbeats, watchdogs = [store.heartbeat for store in job.job_stores], job.watchdogs
     for heartbeat in heartbeats:
         heartbeat.begin("update", "actor", 3, position=40)

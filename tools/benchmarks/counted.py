@@ -178,8 +178,7 @@ class Messages:
         self._note(torch.zeros(1), peers)
 
     def all_reduce(self, numbers: Tensor, *settings: Any) -> Tensor:
-        """Counts messages of a reshard's agreement. Returns the numbers unchanged, because all ranks have equal ones.
-        """
+        """Counts messages of a reshard's agreement. Returns the numbers unchanged, as all ranks have equal ones."""
         self._note(numbers, [peer for what, peer in rounds(self.rank, self.num_ranks) if what != "take"])
         return numbers
 

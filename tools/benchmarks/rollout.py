@@ -39,8 +39,7 @@ MAX_RUNNING = 256
 
 @dataclass(frozen=True)
 class Case:
-    """A case. `samples_per_prompt` neighbours share a prompt. With `stops` sequences end at the end-of-sequence tokens.
-    """
+    """A case. `samples_per_prompt` neighbours share a prompt. With `stops` sequences end at end-of-sequence tokens."""
 
     name: str
     num_sequences: int

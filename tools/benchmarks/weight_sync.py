@@ -466,8 +466,7 @@ def _check_layouts(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
 
 def launch(file: str, num_ranks: int, timeout_s: float, before: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs `file` on its own ranks with the options of this process, after the words `before`. Returns rank 0's result.
-    """
+    """Runs `file` on its own ranks with this process's options, after the words `before`. Returns rank 0's result."""
     repository = Path(__file__).resolve().parents[2]
     python_path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
     # Dependencies print long warnings about optional packages.

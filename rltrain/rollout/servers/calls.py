@@ -46,7 +46,7 @@ class ServerRefuses(Exception):  # noqa: N818
 
 
 class ServerBusy(Exception):  # noqa: N818
-    """The server has too many requests."""
+    """The server is too busy for the request at the moment."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class LoopThread:
 # streams are collected meanwhile.
 
 _GRACE_S = 5.0
-"""Time for the thread to cancel a call past its limit."""
+"""Time for the thread to cancel a call past its limit, or to end."""
 SEE_LOG = "Its log is in the run folder."
 NOBODY = "no SGLang server is connected"
 
@@ -225,7 +225,7 @@ class Client:
         self._thread = LoopThread("sglang client")
 
     def connect(self, url: str, token: str) -> None:
-        """Leaves the present server, drops the events of its streams, and uses the server at `url`."""
+        """Leaves the current server, drops the events of its streams, and uses the server at `url`."""
         self.disconnect()
         self.inbox, self.last_event_s = SimpleQueue(), time.monotonic()
         self._calls = Calls(url, Access(token, connect_timeout_s=self._limit_s), "the SGLang server")

@@ -382,8 +382,8 @@ class DeltaWeights(Weights):
         self.label = label
 
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
-        """Delivers the part of the chain after the server's version. Delivers the whole chain if the server refuses a
-        delta."""
+        """Delivers the links of the chain after the server's version. Delivers the whole chain if the server has no
+        version of it, or refuses a delta."""
         label = await protocol.version(calls)
         labels = [of for of, _ in self._chain]
         first = labels.index(label) + 1 if label in labels else 0

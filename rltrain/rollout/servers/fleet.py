@@ -89,7 +89,7 @@ class Addresses:
         self._number, self._num_ranks = number, num_ranks
         self._dealt: dict[str, int] = {}
         self.problem: str | None = None
-        """The present error of the file, or None."""
+        """The current error of the file, or None."""
         urls = read(self._file, where) if self._file else checked(given, where)
         if len(urls) < num_ranks:
             raise ConfigError(
@@ -99,7 +99,7 @@ class Addresses:
         self._deal(urls)
 
     def mine(self) -> tuple[str, ...]:
-        """Returns the present URLs of this rank."""
+        """Returns the current URLs of this rank."""
         if self._file is not None:
             self._look(self._file)
         return tuple(url for url, number in self._dealt.items() if number == self._number)
@@ -161,9 +161,9 @@ class FleetServer:
     def __init__(self, url: str, access: Access, weights: Weights, *, needs_weights: bool) -> None:
         self.calls = Calls(url, access)
         self.serves = False
-        """Whether the server has the present weights and may be sent samples."""
+        """Whether the server has the current weights and may be sent samples."""
         self.waits = False
-        """Whether the server lacks the present weights and waits for the next update."""
+        """Whether the server lacks the current weights and waits for the next update."""
         self.problem = "has not answered yet"
         """The reason if the server does not serve."""
         self.joining: asyncio.Task[None] | None = None
@@ -229,7 +229,7 @@ class FleetServer:
         return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
 
     async def take_weights(self) -> None:
-        """Makes sure that the server has the present weights.
+        """Makes sure that the server has the current weights.
 
         Raises ServerGone if the server then reports others, and WeightsLater as `Weights.give` does.
         """
@@ -262,7 +262,7 @@ class FleetServer:
             await self.confirm()
 
     async def confirm(self) -> None:
-        """Checks that the server still has the present weights, and marks its tokens so far as certain.
+        """Checks that the server still has the current weights, and marks its tokens so far as certain.
 
         A restarted server would not have these weights. Concurrent calls share one request.
         """
@@ -317,7 +317,7 @@ class Fleet:
 
     A sample goes to the server with the fewest samples of this rank, first in, first out. If a server is lost, leaves,
     or has wrong weights, its samples continue on others from their certain tokens. A new or returning server gets the
-    present weights before its first sample.
+    current weights before its first sample.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Fleet:
         self.num_sent_again = 0
         self.num_serving = 0
         self.version = 0
-        """Policy version of the present weights."""
+        """Policy version of the current weights."""
         self._divergence = DivergenceWatch()
         self._addresses, self._access, self._weights = addresses, access, weights
         self._settings, self._protocol, self._role = settings, protocol, role

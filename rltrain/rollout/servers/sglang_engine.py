@@ -114,7 +114,7 @@ class SGLangEngine(RemoteEngine):
             self._restart(lost)
 
     def begin_update(self) -> None:
-        """Withdraws the policy version. Running samples stop after their present token and keep their keys and values.
+        """Withdraws the policy version. Running samples stop after their current token and keep their keys and values.
 
         `end_update` replaces the server if it is lost. Collective over: the engine's ranks.
         """

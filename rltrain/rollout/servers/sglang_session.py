@@ -190,7 +190,7 @@ class InflightRequest(Drawing):
     def take(self, event: Mapping[str, Any], version: int) -> None:
         """Adds the tokens and log-probs of an event: the last ones of `completion_tokens`.
 
-        `version` is the server's present policy version.
+        `version` is the server's current policy version.
         """
         meta = event["meta_info"]
         total = meta["completion_tokens"]

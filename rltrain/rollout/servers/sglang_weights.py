@@ -332,7 +332,7 @@ class Delivery:
     - `role` is the config section of the engine, for messages.
 
     A sync is `begin`, then `tensors` and `arrived` for every part in order, then `finish`. In a sync of changes the
-    server first writes its present parameters into the slots, while other parts are under way. Only the server has
+    server first writes its current parameters into the slots, while other parts are under way. Only the server has
     them. If a server is lost during a sync, the remaining parts are still accepted and kept. `finish` then raises
     EngineLost on all ranks.
 
@@ -492,7 +492,7 @@ class Delivery:
         self._flights[slot] = self._send(self._message("load", part, verify), slot)
 
     def _fill(self, part: int) -> None:
-        """Fills the part's slot with the server's present weights, or with the kept ones if the server is lost. Starts
+        """Fills the part's slot with the server's current weights, or with the kept ones if the server is lost. Starts
         the read of the next part."""
         for number in (part, part + 1):
             if number < self.num_parts and number not in self._reads:

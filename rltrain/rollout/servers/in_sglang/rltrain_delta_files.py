@@ -39,7 +39,7 @@ Listed = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtypes and shapes of tensors, by name."""
 
 
-class DeltaRefused(Exception):  # noqa: N818 - what is told to whoever asked
+class DeltaRefused(Exception):  # noqa: N818 - names what happened
     """The delta is damaged or does not follow the served version. Nothing was changed."""
 
 

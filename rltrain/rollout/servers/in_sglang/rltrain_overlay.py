@@ -37,7 +37,7 @@ MOST_JOINED = 127
 """Most tensors that marks can distinguish."""
 
 
-class CannotLoad(Exception):  # noqa: N818 - what is told to whoever asked
+class CannotLoad(Exception):  # noqa: N818 - names what happened
     """A model's loader uses an operation that loses track of single elements."""
 
 
