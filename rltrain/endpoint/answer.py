@@ -97,6 +97,7 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
+        """Whether all choices are complete."""
         return all(choice.is_done for choice in self.choices)
 
     @property
@@ -234,6 +235,7 @@ class Deltas:
         return new
 
     def reply(self) -> Reply:
+        """Returns the content of the turn so far."""
         return self._choice.read(self._answer.opening)
 
     def new_tokens(self) -> slice:

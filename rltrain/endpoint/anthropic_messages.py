@@ -63,6 +63,8 @@ class PromptFields(DrawingBody):
 
 
 class MessagesRequest(PromptFields, SamplingFields):
+    """The body of POST /v1/messages."""
+
     max_tokens: TokenCount
     stop_sequences: list[str] | None = None
     stream: bool = False
@@ -126,6 +128,7 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
 
 
 async def messages(service: Service, request: Request) -> Response:
+    """POST /v1/messages: answers a chat, whole or as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, MessagesRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service)
@@ -141,6 +144,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
+    """POST /v1/messages/count_tokens: returns the number of prompt tokens."""
     session_of(service, request)
     asked, _ = await read_json(request, PromptFields, service.limits.max_body_bytes)
     _, tokens = asked.opening(service).begin(History())

@@ -67,11 +67,15 @@ MAX_SMALL_BODY_BYTES = 2**20
 
 
 class OpenRequest(Body):
+    """The body of POST /sessions."""
+
     metadata: Any = None
     seed: int | None = None
 
 
 class RewardRequest(Body):
+    """The body of POST /sessions/{session}/reward."""
+
     reward: float
     """The reward of the episode. It is that of one turn if `turn` or `trajectory` is given."""
     turn: int | None = None
@@ -79,6 +83,8 @@ class RewardRequest(Body):
 
 
 class FinishRequest(Body):
+    """The body of POST /sessions/{session}/finish."""
+
     reward: float | None = None
     status: Literal["completed", "aborted", "failed"] = "completed"
 
@@ -87,6 +93,7 @@ STATUS = {"completed": None, "aborted": Status.ABORTED, "failed": Status.FAILED}
 
 
 async def open_session(service: Service, request: Request) -> Response:
+    """POST /sessions: opens a session and returns its id, token and URLs. Needs the server's own token."""
     require_owner(service, request)
     asked, _ = await read_json(request, OpenRequest, MAX_SMALL_BODY_BYTES)
     opened = service.sessions.open(asked.metadata, asked.seed)
@@ -95,11 +102,13 @@ async def open_session(service: Service, request: Request) -> Response:
 
 
 async def show_session(service: Service, request: Request) -> Response:
+    """GET /sessions/{session}, or POST /sessions/{session}/samples: returns the record so far."""
     session = session_of(service, request)
     return JSONResponse(summary(session.record()))
 
 
 async def set_reward(service: Service, request: Request) -> Response:
+    """POST /sessions/{session}/reward: sets the reward of the episode or of a turn."""
     session = session_of(service, request)
     asked, _ = await read_json(request, RewardRequest, MAX_SMALL_BODY_BYTES)
     session.set_reward(asked.reward, trajectory=asked.trajectory, turn=asked.turn)
@@ -107,6 +116,7 @@ async def set_reward(service: Service, request: Request) -> Response:
 
 
 async def finish_session(service: Service, request: Request) -> Response:
+    """POST /sessions/{session}/finish: ends the session and returns its record."""
     session = session_of(service, request)
     asked, _ = await read_json(request, FinishRequest, MAX_SMALL_BODY_BYTES)
     if asked.reward is not None:
@@ -115,6 +125,7 @@ async def finish_session(service: Service, request: Request) -> Response:
 
 
 async def delete_session(service: Service, request: Request) -> Response:
+    """DELETE /sessions/{session}: ends the session as aborted."""
     session = session_of(service, request)
     service.sessions.end(session, "DELETE", Status.ABORTED)
     return Response(status_code=204)
@@ -127,6 +138,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 class GenerateSampling(SamplingFields):
+    """The field sampling_params of POST /generate."""
+
     max_new_tokens: TokenCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
@@ -136,6 +149,8 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateRequest(DrawingBody):
+    """The body of POST /generate."""
+
     input_ids: Annotated[list[int], Field(min_length=1)] | None = None
     text: str | None = None
     sampling_params: GenerateSampling = GenerateSampling()
@@ -166,6 +181,7 @@ class GenerateRequest(DrawingBody):
 
 
 async def generate(service: Service, request: Request) -> Response:
+    """POST /generate: returns one result per choice, with token ids and, if asked for, log-probs."""
     session = session_of(service, request)
     asked, body = await read_json(request, GenerateRequest, service.limits.max_body_bytes)
     answer = await answer_to(session, service.prompt(asked.prompt()), asked.asked(service), repetition(request, body))
@@ -247,10 +263,12 @@ def build_app(service: Service) -> Starlette:
 
 
 async def health(service: Service, request: Request) -> Response:
+    """GET /health and /healthz: reports that the server runs, and the number of open sessions."""
     return JSONResponse({"status": "ok", "sessions": len(service.sessions)})
 
 
 async def models(service: Service, request: Request) -> Response:
+    """GET /v1/models: returns a list of the one model."""
     session_of(service, request)
     data = [_model(service, request)]
     if OF_ANTHROPIC in request.headers:
@@ -259,6 +277,7 @@ async def models(service: Service, request: Request) -> Response:
 
 
 async def one_model(service: Service, request: Request) -> Response:
+    """GET /v1/models/{model}: returns the model. Raises RequestRefused for another name."""
     session_of(service, request)
     name = request.path_params["model"]
     if name != service.model:
@@ -377,6 +396,7 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
+        """The server's base URL."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}"
 

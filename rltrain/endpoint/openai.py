@@ -36,6 +36,8 @@ MAX_STOP_TOKENS = 1024
 
 
 class StreamOptions(Body):
+    """The field stream_options."""
+
     include_usage: bool = False
 
 
@@ -100,6 +102,7 @@ def stop_strings_of(stop: str | Sequence[str] | None, param: str) -> tuple[str, 
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Returns the numbers of prompt and response tokens in OpenAI's form."""
     prompt = sum(len(answer.choices[0].context) for answer in answers)
     drawn = sum(len(choice.tokens) for answer in answers for choice in answer.choices)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
@@ -124,6 +127,8 @@ def openai_error(refused: RequestRefused) -> dict[str, Any]:
 
 
 class ChatRequest(DrawingFields):
+    """The body of POST /v1/chat/completions."""
+
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -166,6 +171,7 @@ def offered(
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
+    """POST /v1/chat/completions: answers a chat, whole or as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, ChatRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service, max_tokens=asked.max_completion_tokens)
@@ -252,6 +258,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(DrawingFields):
+    """The body of POST /v1/completions."""
+
     prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
     echo: bool = False
     suffix: str | None = None
@@ -279,6 +287,7 @@ class CompletionRequest(DrawingFields):
 
 
 async def completions(service: Service, request: Request) -> Response:
+    """POST /v1/completions: answers each prompt, whole or, for a single prompt, as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, CompletionRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service, max_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS)
@@ -351,6 +360,8 @@ MESSAGE_PARTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRequest(SamplingFields):
+    """The body of POST /v1/responses."""
+
     model: str = ""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -453,6 +464,7 @@ def _output_of(output: object) -> str:
 
 
 async def responses(service: Service, request: Request) -> Response:
+    """POST /v1/responses: answers a chat, whole or as a stream, and keeps the response in the session."""
     session = session_of(service, request)
     asked, body = await read_json(request, ResponsesRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service)

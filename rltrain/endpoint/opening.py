@@ -68,6 +68,7 @@ class PlaceOfTurn:
 
     @property
     def context(self) -> tuple[int, ...]:
+        """Prompt and response tokens up to here."""
         return self.trajectory.sample.prompt + self.trajectory.sample.tokens[: self.num_tokens]
 
     @property
@@ -77,6 +78,7 @@ class PlaceOfTurn:
 
     @property
     def is_tip(self) -> bool:
+        """Whether this is the trajectory's last turn."""
         return self.turn == len(self.trajectory.sample.turns) - 1
 
     def sample(self) -> Sample:
@@ -218,6 +220,7 @@ def chat_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -
 
 
 def next_key(key: ChatKey, message: Message) -> ChatKey:
+    """Returns the key of a prefix from the key of the messages before its last one."""
     return _digest(key, _canonical(message))
 
 
@@ -279,6 +282,7 @@ class ChatOpening(Opening):
 
     @cached_property
     def keys(self) -> list[ChatKey]:
+        """A key for each prefix of the messages."""
         return chat_keys(self.tools, self.messages)
 
     @cached_property

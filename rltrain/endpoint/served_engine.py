@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSettings:
+    """Settings of an embedded engine on a checkpoint. `kv_cache_gb` bounds keys and values."""
+
     checkpoint: Path
     dtype: str
     """float32, bfloat16 or float16. "auto" takes the checkpoint's dtype."""

@@ -200,6 +200,7 @@ class Service:
         return made
 
     def prompt(self, given: str | Sequence[int]) -> TextOpening | IdsOpening:
+        """Returns a text or token ids as the prompt of a turn."""
         if isinstance(given, str):
             return TextOpening(self.tokens, given)
         return IdsOpening(self.tokens, tuple(given))
@@ -358,16 +359,20 @@ async def _disconnected(request: Request) -> None:
 
 
 class DiskUpdate(Body):
+    """The body of POST /update_weights_from_disk."""
+
     model_path: str = Field(min_length=1)
     weight_version: str | None = None
 
 
 async def model_info(service: Service, control: Reloads, request: Request) -> Response:
+    """GET /model_info: returns the checkpoint, its version and the supported delta format."""
     require_owner(service, request)
     return JSONResponse(_info(control))
 
 
 async def update_weights_from_disk(service: Service, control: Reloads, request: Request) -> Response:
+    """POST /update_weights_from_disk: loads a checkpoint or a delta. Needs the server's own token."""
     require_owner(service, request)
     asked, _ = await read_json(request, DiskUpdate, service.limits.max_body_bytes)
     try:

@@ -425,10 +425,12 @@ class Sessions:
         return recorded
 
     def end_all(self, by: str) -> None:
+        """Ends all open sessions as aborted."""
         for session in [*self._open.values()]:
             self.end(session, by, Status.ABORTED)
 
     def find(self, number: str) -> Session | None:
+        """Returns the open session with this id, or None."""
         return self._open.get(number)
 
     def _new(self, number: str, metadata: object, seed: int | None, *, is_recorded: bool) -> Session:

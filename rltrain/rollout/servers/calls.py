@@ -87,6 +87,7 @@ class Calls:
         return await self._call("GET", path, None, limit_s)
 
     async def post(self, path: str, body: Mapping[str, Any], limit_s: float = CALL_TIMEOUT_S) -> Any:
+        """Returns the server's answer to a POST of `body` as JSON, in the form of `get`."""
         return await self._call("POST", path, body, limit_s)
 
     async def stream(self, path: str, body: Mapping[str, Any], limit_s: float | None) -> AsyncGenerator[dict[str, Any]]:
@@ -162,6 +163,7 @@ async def _next(chunks: AsyncIterator[bytes], limit_s: float | None) -> bytes | 
 
 
 def words(error: Exception) -> str:
+    """Returns an error's class and message."""
     return f"{type(error).__name__} {error}".strip()
 
 

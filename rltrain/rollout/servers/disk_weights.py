@@ -57,6 +57,7 @@ class EncodedTensor:
 
     @property
     def told(self) -> dict[str, Any]:
+        """The tensor's dtype, shape and checksum as JSON values, for the file's metadata."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": [*self.shape], "checksum": self.checksum}
 
@@ -254,6 +255,7 @@ class DiskWeights(Weights):
         self._run = shared_run(job_store, role, leads=self.folders.leads)
 
     def label_of(self, version: int) -> str:
+        """Returns the label of a version, unique among all jobs."""
         return f"{self._run}.{version}"
 
     def begin(self) -> None:

@@ -382,6 +382,7 @@ class Fleet:
         self._maintaining = asyncio.get_running_loop().create_task(self._maintain())
 
     async def submit(self, samples: Sequence[Sample], sampling: SamplingParams, cut: StopCut | None) -> None:
+        """Queues `samples` and sends as many as servers have room for. `cut` finds stop strings."""
         self._sampling, self._cut = sampling, cut
         self._queue.extend(map(self._queued, samples))
         self._dispatch()
@@ -446,6 +447,7 @@ class Fleet:
         self._dispatch()
 
     async def close(self) -> None:
+        """Ends all requests and connections. The servers keep running."""
         tasks = [task for task, _ in self._running.values()]
         tasks += [server.joining for server in self._servers.values() if server.joining is not None]
         tasks += [self._maintaining] if self._maintaining is not None else []

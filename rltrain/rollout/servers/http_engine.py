@@ -44,6 +44,7 @@ class CheckpointWeights(Weights):
         self._path = ""
 
     def name(self, path: Path, version: int) -> None:
+        """Sets the checkpoint folder and its policy version."""
         self._path, self.label = str(path.absolute()), f"{self._run}.{version}"
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:

@@ -199,7 +199,9 @@ class ServerProtocol(Protocol):
     broadcasts: SGLangBroadcasts | None
     """Calls for the way "group". None if the protocol has no such way."""
 
-    async def describe(self, calls: Calls) -> ServerDescription: ...
+    async def describe(self, calls: Calls) -> ServerDescription:
+        """Asks the server for its model and limits."""
+        ...
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
@@ -355,6 +357,7 @@ class OpenAIProtocol:
         return "/v1/completions", self.body(drawing, sampling, described) | {"seed": drawing.sample.seed}
 
     def body(self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription) -> dict[str, Any]:
+        """Returns the common fields of requests, without the seed."""
         return {
             "model": described.model,
             "prompt": [*drawing.sample.context],

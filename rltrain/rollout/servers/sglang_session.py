@@ -443,7 +443,7 @@ class ServerSession:
         self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
 
     def give_back(self) -> list[Sample]:
-        """Returns all queued samples and all finished ones not yet taken, and empties both lists."""
+        """Returns all queued samples, and the finished ones without their last token. Empties both lists."""
         # The caller may continue the sample on another engine, so one token must remain to be generated.
         shorter = {sample.first(len(sample.tokens) - 1): sample for sample in self._done}
         self._ended |= shorter

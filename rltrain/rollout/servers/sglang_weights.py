@@ -149,10 +149,12 @@ class Staging:
         ]
 
     def num_bytes(self, part: int) -> int:
+        """Returns the bytes of a part, including alignment between its parameters."""
         fields = self.fields[part]
         return fields[-1].offset + fields[-1].num_bytes if fields else 0
 
     def slot(self, part: int) -> int:
+        """Returns the number of the part's slot."""
         return part % len(self._slots)
 
     def bytes(self, part: int) -> Tensor:
@@ -203,6 +205,7 @@ class CallQueue:
         JobThread(target=self._work, name="sglang-delivery", daemon=True).start()
 
     def send(self, path: str, body: dict[str, Any] | None) -> Future[dict[str, Any]]:
+        """Queues a call and returns a future for its answer."""
         self._last = Future()
         self._queue.put((path, body, self._last))
         return self._last

@@ -21,11 +21,14 @@ class Refused(Exception):  # noqa: N818 - becomes a line of text
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that raises Refused for wrong arguments and does not end the program."""
+
     def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
 
 def make_parser() -> Parser:
+    """Returns a parser with all arguments of SGLang's server."""
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser(prog="sglang")
@@ -81,6 +84,7 @@ def _text(value: Any) -> str:
 
 
 def check(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON object described at the top, for the given arguments."""
     try:
         import sglang.version
 

@@ -65,12 +65,14 @@ class Overlay(torch.Tensor):
 
     @classmethod
     def of(cls, values: Tensor, marks: Tensor, counts: tuple[Count, ...]) -> Self:
+        """Returns an overlay of `values`. `marks` must have their shape."""
         made = values.as_subclass(cls)
         made.marks, made.counts = marks, counts
         return made
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 

@@ -24,6 +24,7 @@ POLL_S = 0.02
 
 
 def prctl(option: int, argument: int) -> None:
+    """Calls Linux's prctl. Raises OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {argument})")
