@@ -62,9 +62,7 @@ class DrawingFields(SamplingFields):
         """Returns the settings of the turns. Raises RequestRefused for unsupported wishes."""
         self.refuse_unknown(service.rules)
         if self.stream_options is not None and not self.stream:
-            raise invalid(
-                "stream_options: got a value without stream; expected stream: true with it", "stream_options"
-            )
+            raise invalid("stream_options: got a value without stream; expected stream: true with it", "stream_options")
         if (self.response_format or {}).get("type", "text") != "text":
             raise invalid(
                 f"response_format: got {self.response_format}; only type text is supported", "response_format"

@@ -217,9 +217,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", help="folder for large temporary checkpoints; default: the system's")
-    parser.add_argument(
-        "--logs", type=Path, help="folder for every case's metrics and, with logging.trace, its trace"
-    )
+    parser.add_argument("--logs", type=Path, help="folder for every case's metrics and, with logging.trace, its trace")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args(given)
 

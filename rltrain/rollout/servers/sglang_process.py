@@ -503,9 +503,7 @@ class Server:
             log.seek(self._log_start_bytes)
             lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         shown = "\n".join(f"  {line[:LOG_LINE_CHARS]}" for line in lines) if lines else "  (nothing)"
-        return (
-            f"; its arguments are in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
-        )
+        return f"; its arguments are in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
 
     def _release_ports(self) -> None:
         for reserved in self._reserved:
