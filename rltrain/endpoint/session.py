@@ -187,7 +187,7 @@ class Session:
         unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise invalid(
-                f"prompt: got token id {unknown}, given directly or encoded from a text; expected ids from 0 to "
+                f"prompt: got the token id {unknown}, given directly or encoded from a text; expected ids from 0 to "
                 f"{vocab_size - 1}, the rows of the model's embedding",
                 "prompt",
             )

@@ -138,7 +138,7 @@ class ServerRouting:
         experts = numbers[:, list(self.sparse_layers)]
         if experts.size and not 0 <= experts.min() <= experts.max() < self.num_experts:
             raise EngineError(
-                f"SGLang returned experts from {experts.min()} to {experts.max()}; expected 0 to "
+                f"SGLang returned experts {experts.min()} to {experts.max()} of tokens; expected 0 to "
                 f"{self.num_experts - 1}. Leave out sglang.args that add or move experts."
             )
         if self.shape.top_k > 1 and (experts[..., 0] == experts[..., 1]).any():
