@@ -235,12 +235,12 @@ class EngineFeed:
     calls come from the engine's thread. If another caller suspends the engine, pass the samples to `take_back`. They
     continue at the next `begin_step`.
 
-    An engine uses one SamplingParams at a time. If turns with others wait, they take turns by decode steps. So all of
-    them progress, and the generated tokens do not depend on time. Other samples on the engine must have the sampling of
-    the turns.
+    An engine uses one SamplingParams at a time. If turns with others wait, the groups of equal parameters alternate by
+    decode steps. So all of them progress, and the generated tokens do not depend on time. Other samples on the engine
+    must have the sampling of the turns.
 
     Every rank of an engine has a feed and begins a step with equal mail. Only the first rank has the mailbox and
-    searches for stop strings. It withdraws turns stopped by one from the other ranks through its next mail.
+    searches for stop strings. Its next mail withdraws the stopped turns on all ranks.
     """
 
     engine: Engine

@@ -105,7 +105,7 @@ PARTIAL = ".rltrain_{}.partial"
 
 
 class SharedFolders:
-    """Folders in `folder`, for which `config_key` is named in messages.
+    """Temporary and complete folders inside `folder`. Messages name it by `config_key`.
 
     The first of `ranks` creates, renames and removes them. At the start it removes the folders of an earlier run, known
     by `patterns` of their names. `begin` and `complete` are collective over: `ranks`.
@@ -207,9 +207,8 @@ class DiskWeights(Weights):
     """Weights as checkpoints in a folder. The previous version stays until the next one is complete, so a joining
     server always finds one. Folders of an earlier run are removed.
 
-    - `whole` is the layout that hf_layout makes for the ranks of the role, `parts` the same in parts of `max_bytes`.
-      Each
-      part becomes a file.
+    - `whole` is the layout of all tensors on the ranks of the role, from reshard.layout.hf_layout. `parts` divide it
+      into parts of at most `max_bytes`, one file each.
     - `like` is the checkpoint folder whose config and tokenizer are copied.
     - `config_key` is the key that sets `folder`, for messages.
     """

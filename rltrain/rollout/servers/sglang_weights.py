@@ -325,9 +325,8 @@ class _Flight:
 class Delivery:
     """This rank's share of an engine's weights on their way into the server.
 
-    - `parts` are the engine's layout from `reshard.parts.split`. They pass one after another through two slots of
-      staging
-      memory, so the server copies one part while the next arrives.
+    - `parts` divide the engine's layout, as rollout.layout.engine_parts does. They pass one after another through two
+      slots of staging memory, so the server copies one part while the next arrives.
     - `group` holds the engine's ranks (gloo) in the order of the server's tensor-parallel ranks. None: this rank alone.
     - `call` reaches the server. Only the engine's first rank has it.
     - `keep` keeps a copy of the delivered weights in host memory.

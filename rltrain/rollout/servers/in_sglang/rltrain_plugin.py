@@ -87,7 +87,7 @@ def tell_format(result: Any, *args: Any, **named: Any) -> None:
 
 
 def apply_delta(updater: Any, model: Any, folder: Path) -> Outcome:
-    """Applies a delta on all ranks or on none.
+    """Applies a delta that all ranks accept.
 
     Nothing changes if a rank refuses the delta before it is applied. If applying it fails, the weights have no version.
     Collective over: the server's tensor-parallel ranks.

@@ -1,4 +1,5 @@
 """The weight loader inside SGLang's schedulers, one per tensor-parallel rank. Copies weights staged by a rank.
+
 The server gets it as its custom weight loader. SGLang calls `load(model, [(text, tensor), ...])`. The text is a message
 in JSON and the tensor is empty. An exception would end the scheduler, so the outcome of every message is written to the
 message's reply file. Needs only torch, because this Python may lack rltrain.
