@@ -1,19 +1,18 @@
-# Sourced by the scripts of this repository. `prepare_environment` sets $python, an interpreter that can run rltrain:
+# Sourced by the scripts of this repository. `prepare_environment` sets $python to an interpreter that can run rltrain:
 #
-#   prepare_environment         what a run needs
-#   prepare_environment dev     what the tests need as well
+#   prepare_environment         for runs
+#   prepare_environment dev     for runs and tests
 #
-# It makes .venv and installs into it the versions of launch/constraints-cpu.txt; when that is done already it takes
-# no time. tests/versions.sh sets other folders, Pythons and versions ($environment, $base_python, $constraints).
-# With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
-# and nothing is installed.
+# It creates .venv with the versions of launch/constraints-cpu.txt, once. tests/versions.sh sets other folders, Pythons
+# and versions ($environment, $base_python, $constraints). With RLTRAIN_PYTHON=/path/to/python, such as one with a CUDA
+# build of torch, it uses that interpreter and installs nothing.
 #
-# `prepare_sglang` sets $sglang_python in the same way: the SGLang of launch/constraints-sglang.txt in .venv-sglang, or
-# RLTRAIN_SGLANG_PYTHON as it is. A .venv-sglang that was made by hand is kept where it is complete.
+# `prepare_sglang` sets $sglang_python in the same way. It installs the SGLang of launch/constraints-sglang.txt into
+# .venv-sglang, or uses RLTRAIN_SGLANG_PYTHON unchanged. A complete .venv-sglang made by hand is kept.
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-SGLANG_DISK_GB=16 # 11 stay; packages are downloaded before they are unpacked
+SGLANG_DISK_GB=16 # 11 GB stay; the rest is for downloaded packages
 
 fail() {
   echo "rltrain: $*" >&2
@@ -35,9 +34,9 @@ prepare_environment() {
   fi
   if ! "$python" -m pip --version >/dev/null 2>&1; then _step "create .venv" _create_venv "$venv"; fi
   _refuse_foreign_torch "$venv"
-  # torch goes first and alone: without its exact version pip may take a CUDA build, gigabytes of it.
+  # torch first and alone: without its exact version pip may take a CUDA build of several gigabytes.
   _step "install $(_torch_pin)" _pip "$(_torch_pin)"
-  _step "install rltrain${extra:+[$extra]} and what it needs" _pip --editable "$REPOSITORY${extra:+[$extra]}"
+  _step "install rltrain${extra:+[$extra]} and its dependencies" _pip --editable "$REPOSITORY${extra:+[$extra]}"
   touch "$stamp"
 }
 
@@ -63,15 +62,15 @@ prepare_sglang() {
   if ! _sglang_is_complete 2>/dev/null; then
     _require_disk "$SGLANG_DISK_GB" "$(_sglang_pin)"
     if ! "$sglang_python" -m pip --version >/dev/null 2>&1; then _step "create .venv-sglang" _create_venv "$venv"; fi
-    # Python compiles what it imports; all that is installed would take minutes.
-    _step "install $(_sglang_pin) and what it needs, about 5 minutes" \
+    # Compiling all installed modules would take minutes; Python compiles those that it imports.
+    _step "install $(_sglang_pin) and its dependencies, about 5 minutes" \
       "$sglang_python" -m pip install -qq --no-compile --requirement "$REPOSITORY/launch/constraints-sglang.txt"
     _step "import SGLang" _sglang_is_complete
   fi
   touch "$stamp"
 }
 
-# Slurm's daemons and what they need, of the system's packages; where they cannot be installed the tests say so.
+# Slurm's daemons and their dependencies, from the system's packages. The tests report if they are missing.
 prepare_slurm() {
   if { command -v slurmctld && command -v munged && command -v ip; } >/dev/null || ! command -v apt-get >/dev/null; then return; fi
   _step "install slurm-wlm, munge, iproute2" _install_slurm
@@ -79,12 +78,12 @@ prepare_slurm() {
 
 _install_slurm() {
   (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge iproute2) >/dev/null 2>&1 ||
-    echo "note: they could not be installed: as root, apt-get install slurm-wlm munge iproute2" >&2
+    echo "note: Slurm could not be installed; run as root: apt-get install slurm-wlm munge iproute2" >&2
 }
 
 _sglang_pin() { grep '^sglang==' "$REPOSITORY/launch/constraints-sglang.txt"; }
 
-# pip puts a package's metadata in place last, and sglang after what it needs.
+# pip writes a package's metadata last, and installs sglang after its dependencies.
 _sglang_is_complete() {
   "$sglang_python" - "$(_sglang_pin)" <<'END'
 import sys
@@ -97,14 +96,14 @@ import sglang.srt.server_args
 END
 }
 
-# _require_disk GB WHAT: free where the repository is.
+# _require_disk GB WHAT: fails without this much free disk on the repository's file system.
 _require_disk() {
   local free_gb
   free_gb=$(df -Pk "$REPOSITORY" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
-  if ((free_gb < $1)); then fail "$2 takes $1 GB of disk while it is installed; $REPOSITORY has $free_gb GB free"; fi
+  if ((free_gb < $1)); then fail "installing $2 takes $1 GB of disk; $REPOSITORY has $free_gb GB free"; fi
 }
 
-# The repository's path belongs to it because an editable installation does not survive a move.
+# Includes the repository's path, because an editable installation does not survive a move.
 _requirements_digest() {
   local digest
   digest=$(cat "$REPOSITORY"/{pyproject.toml,setup.py,csrc/*,launch/constraints-cpu.txt} - <<<"$REPOSITORY" | cksum)
@@ -130,7 +129,7 @@ _create_venv() {
       return
     fi
   done
-  fail "needs Python 3.11 or newer: put one on PATH as python3, or set RLTRAIN_PYTHON to one that has torch"
+  fail "needs Python 3.11 or newer: put one on PATH as python3, or set RLTRAIN_PYTHON to one with torch"
 }
 
 _refuse_foreign_torch() {
@@ -139,7 +138,7 @@ _refuse_foreign_torch() {
   found=$("$python" -c 'from importlib.metadata import distributions as d
 print(*(x.version for x in d() if x.name == "torch"))')
   if [[ -n $found && torch==${found%%+*} != "$(_torch_pin)" ]]; then
-    fail "$1 holds torch $found, not $(_torch_pin): set RLTRAIN_PYTHON=$python to use it as it is, or move $1 away"
+    fail "$1 holds torch $found, not $(_torch_pin): set RLTRAIN_PYTHON=$python to use it unchanged, or move $1 away"
   fi
 }
 
@@ -147,6 +146,6 @@ _step() {
   local name=$1 start=$SECONDS
   shift
   echo "$name ..."
-  "$@" || fail "stopped at: $name (see the output above); running the same command again continues"
+  "$@" || fail "stopped at: $name (see the output above). Run the same command again to continue"
   echo "$name: $((SECONDS - start)) s"
 }

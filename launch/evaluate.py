@@ -1,6 +1,7 @@
 """Evaluate: torchrun --nproc-per-node N launch/evaluate.py --checkpoint DIR --config FILE [--output DIR] [key=value]
 
-Draws data.eval and evaluation.sets of the config with the checkpoint, scores them, prints a table and writes it.
+Generates responses to data.eval and evaluation.sets of the config with the checkpoint. Scores them, prints a table, and
+writes it to --output.
 """
 
 import sys

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From a fresh clone to a model that learned to add, on a machine without a GPU:
+# From a fresh clone to a model that has learned to add, on a machine without a GPU:
 #
 #   bash launch/quickstart.sh [--out DIR] [--short] [key=value ...]
 #
 # Makes a tiny checkpoint and its data, warms it up with supervised steps, then trains it by GRPO. key=value overrides
-# configs/quickstart.yaml; seed=N holds for everything. --short takes a few steps only, to see that all of it works.
+# configs/quickstart.yaml. seed=N applies to all phases. --short takes a few steps only, as a test of all phases.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -28,7 +28,7 @@ phase() {
   local name=$1 start=$SECONDS
   shift
   echo "== $name"
-  "$@" || fail "the quickstart stopped at: $name (exit status $?); the reason stands above"
+  "$@" || fail "the quickstart stopped at: $name (exit status $?). See the reason above"
   seconds+=("$name $((SECONDS - start)) s")
 }
 

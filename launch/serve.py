@@ -1,6 +1,6 @@
 """Serve a checkpoint by HTTP: python launch/serve.py --checkpoint DIR [--port N] [--host H] [--token T | --no-token]
 
-Speaks OpenAI's chat completions, completions and responses, and Anthropic's messages. Prints how to reach it.
+Serves OpenAI's chat completions, completions and responses, and Anthropic's messages. Prints its address.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train: torchrun --nproc-per-node N launch/train.py --config FILE [key=value ...]
 
-With --dry-run --world-size W, and without torchrun, prints what the job would do.
+With --dry-run --world-size W and without torchrun, prints a description of the job and runs nothing.
 """
 
 import sys

@@ -1,17 +1,17 @@
-"""Compares what two commits define and compute, for a change that is to move code and nothing else.
+"""Compares the definitions and results of two commits, for changes that only move code.
 
     python tools/compare_commits.py OLD [NEW] [--definitions] [--out FILE]
 
 NEW is HEAD by default. Four things are compared:
 
-definitions  functions, methods, classes and constants of rltrain, launch and tools, by qualified name without the
-             module; docstrings, comments and imports do not count, nor does the name by which a module is imported
-dry runs     the output of `rltrain dry-run` for every file in configs, and the digest of each order that it makes
-schema       configs/schema.json
-training     metrics and final weights of 20 steps of the quickstart from tests/warmed_up, seed 5, on four ranks
+- definitions: functions, methods, classes and constants of rltrain, launch and tools, by qualified name without the
+  module. Docstrings, comments, imports and the names of imported modules are ignored.
+- dry runs: the output of `rltrain dry-run` for every file in configs, and the digests of the orders in it.
+- schema: configs/schema.json.
+- training: metrics and final weights of 20 steps of the quickstart from tests/warmed_up, seed 5, on four ranks.
 
---definitions compares these alone, in seconds; the rest takes about two minutes. The exit status is 0 if nothing
-differs, else 1. Metrics that measure time or memory are left out.
+--definitions compares only the first, in seconds. The rest takes about two minutes. The exit status is 0 if nothing
+differs, else 1. Metrics of time and memory are ignored.
 """
 
 import argparse
@@ -34,12 +34,12 @@ FOLDERS = ("rltrain", "launch", "tools")
 MEASURED = re.compile(
     r"time|second|_s$|_s/|/s$|per_s|memory|_bytes|_mb|_gb|tokens_per|throughput|utili[sz]ation|idle|flops"
 )
-"""Metrics that differ between two runs of one commit."""
+"""Metrics that differ between two runs of the same commit."""
 PATH_IN_TEXT = re.compile(r"\brltrain(\.\w+)+|\b(rltrain|tools|tests)(/\w+)+\.py\b")
 WORLD_SIZE = re.compile(r"^# world size: (\d+)", re.MULTILINE)
 STEPS, SEED, RANKS = 20, 5, 4
 KERNELS = "rltrain/reshard"
-"""Where native libraries lie; older commits have them in a folder below."""
+"""Folder of the native libraries. Older commits have them in the folder "kernels" below it."""
 DIGESTS = """
 import contextlib, importlib, io, json, sys
 module, name, command, config, world_size = sys.argv[1:]
@@ -51,7 +51,8 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["dry-run", "--config", config, "--world-size", world_size])
 print(json.dumps([order.digest() for order in made]))
 """
-"""Prints the digests of the orders that a dry run makes; the module of Order is found by its definition."""
+"""A program that prints the digests of the orders of a dry run. Its arguments name the module with class Order, the
+class, and the module of the command."""
 
 
 def main(given: list[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def check_out(commit: str, folder: Path) -> Path:
-    """Returns `folder` with the files of a commit, and with the native libraries that are built here."""
+    """Writes the files of a commit to `folder`, with the native libraries of this checkout. Returns `folder`."""
     folder.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=REPOSITORY, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
@@ -90,7 +91,7 @@ def check_out(commit: str, folder: Path) -> Path:
 
 
 def definitions(tree: Path) -> Counter[tuple[str, str]]:
-    """Returns how often each (qualified name, digest of its syntax tree) is defined."""
+    """Returns the number of definitions by (qualified name, digest of the syntax tree)."""
     return Counter(
         (name, hashlib.sha256(dumped.encode()).hexdigest()[:12])
         for folder in FOLDERS
@@ -121,7 +122,7 @@ def _of_body(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def imported_names(parsed: ast.Module, tree: Path) -> dict[str, str | None]:
-    """Returns what each imported name is called where it is defined; None for a module of rltrain."""
+    """Returns the original name of each imported name, or None for a module of rltrain."""
     found: dict[str, str | None] = {}
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("rltrain", "tools", "benchmarks"):
@@ -133,7 +134,7 @@ def imported_names(parsed: ast.Module, tree: Path) -> dict[str, str | None]:
 
 
 class Plain(ast.NodeTransformer):
-    """Removes docstrings and imports, and gives imported names the form that they have in their own module."""
+    """Removes docstrings and imports, and gives imported names their form in their own module."""
 
     def __init__(self, imported: dict[str, str | None]) -> None:
         self.imported = imported
@@ -164,7 +165,7 @@ class Plain(ast.NodeTransformer):
 
 
 def compare_definitions(old: Counter[tuple[str, str]], new: Counter[tuple[str, str]]) -> list[str]:
-    """Returns a line for each name whose definitions differ."""
+    """Returns a line for each name with different definitions."""
     gone, come = (
         Counter(name for name, _ in (old - new).elements()),
         Counter(name for name, _ in (new - old).elements()),
@@ -179,12 +180,12 @@ def compare_definitions(old: Counter[tuple[str, str]], new: Counter[tuple[str, s
 
 
 def compare_texts(what: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Returns a line for each key whose texts differ."""
+    """Returns a line for each key with different texts."""
     return [f"{what} differs: {key}" for key in sorted(old | new) if old.get(key) != new.get(key)]
 
 
 def dry_runs(tree: Path) -> dict[str, str]:
-    """Returns by config the output of its dry run, and the digests of the orders that it makes."""
+    """Returns the dry run's output and the digests of its orders, for each config."""
     homes = {path: path.read_text() for path in (tree / "rltrain").rglob("*.py")}
     (home,) = (path for path, text in homes.items() if "class Order" in text and "def digest(" in text)
     module = ".".join(home.relative_to(tree).with_suffix("").parts)
@@ -201,7 +202,7 @@ def dry_runs(tree: Path) -> dict[str, str]:
 
 
 def training(tree: Path, folder: Path) -> dict[str, str]:
-    """Returns the metrics of every step and a digest of the weights after the last one."""
+    """Returns the metrics of every step and a digest of the final weights."""
     start, out = folder / "start", tree / "run"
     if not start.exists():
         told = run(tree, "tools/make_quickstart.py", "--output", str(start), "--seed", str(SEED))
@@ -225,7 +226,7 @@ def computed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(tree: Path, *arguments: str) -> str:
-    """Returns what Python prints, and its status if that is not 0."""
+    """Runs Python and returns its output, with the error output and exit status if it failed."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *arguments],

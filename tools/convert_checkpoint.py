@@ -5,9 +5,9 @@
     python tools/convert_checkpoint.py inspect PATH [--tensors]
     python tools/convert_checkpoint.py verify A B [--dtype TYPE]
 
-DIR can be loaded by Megatron-LM and slime, at any layout: --load DIR. `torchrun --nproc-per-node N
-tools/convert_checkpoint.py ...` splits the work over N processes. Exit status: 0 done, 1 `verify` found a difference,
-2 refused, with a message.
+Megatron-LM and slime can load DIR at any layout with --load DIR. `torchrun --nproc-per-node N
+tools/convert_checkpoint.py ...` splits the work over N processes. Exit status: 0 done, 1 `verify` found a difference, 2
+a mistake in the arguments or the checkpoint, with a message.
 """
 
 import signal
@@ -16,6 +16,6 @@ import sys
 from rltrain.cli.main import run_script
 
 if __name__ == "__main__":
-    # torchrun's, where another process failed: raised as an error, so that what was begun is deleted.
+    # torchrun sends SIGTERM if another process has failed. As an exception it lets unfinished files be deleted.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(run_script("convert"))

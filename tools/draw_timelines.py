@@ -1,4 +1,4 @@
-"""Draws the timelines of docs/placement.md from traces of jobs that it runs: the same job in every mode, and colocated.
+"""Draws the timelines of docs/placement.md from traces of short jobs: the same job in every mode, and colocated.
 
 python tools/draw_timelines.py [--output docs/pictures] [--steps 8] [NAME ...]
 """
@@ -28,7 +28,7 @@ PICTURES = {
     "colocated": COLOCATED,
 }
 SHOWN = 2
-"""Steps, which lie in the middle of the run."""
+"""Number of steps shown, from the middle of the run."""
 
 
 def main() -> int:

@@ -1,24 +1,24 @@
-"""Shows what only a GPU can show.
+"""Runs the checks that need a GPU.
 
-It builds the native libraries and runs the GPU tests, small jobs beside the same on the CPU, a training step and a
-colocated run of real dimensions, and the kernels' benchmarks.
+It builds the native libraries, runs the GPU tests, and runs small jobs on the GPU and the CPU. A training step and a
+colocated run of real dimensions follow, and the kernels' benchmarks.
 
     bash tools/gpu_check.sh [FOLDER]                          default: docs/benchmarks/<name of the GPU>
     bash tools/gpu_check.sh --list                            the steps, with their limits
     bash tools/gpu_check.sh --prepare PREPARED --python 3.12  on a machine with a network and nvcc
     bash tools/gpu_check.sh --prepared PREPARED [FOLDER]      on a machine without a network
 
-RLTRAIN_PYTHON, by default python3, is a Python with a CUDA build of torch. --prepare fetches the wheels that such a
-Python usually lacks. It also builds the kernels for RLTRAIN_CUDA_ARCHITECTURES (default: 90a) and makes the models that
-jobs start from. --prepared uses them and needs no network. Where RLTRAIN_SGLANG_PYTHON names a Python with SGLang, its
-tests run last and take up to seven minutes more.
+RLTRAIN_PYTHON (default python3) is a Python with a CUDA build of torch. --prepare downloads the wheels that such a
+Python usually lacks. It also builds the kernels for RLTRAIN_CUDA_ARCHITECTURES (default 90a) and makes the models for
+the jobs. --prepared uses these files and needs no network. With RLTRAIN_SGLANG_PYTHON, a Python with SGLang, the tests
+of SGLang run last and take up to seven minutes more.
 
-Steps that measure nothing run beside each other, the others alone. Every step prints its result as it ends. A step
-that reaches its limit is ended, and what it had printed is shown. A probe reports and never fails. After a step that
-crashed or was cut, a small product asks whether the GPU still answers; if it does not, nothing else runs.
+Steps without measurements run side by side, the others alone. Every step prints its result when it ends. A step at its
+limit is ended, and its output so far is shown. A probe reports and never fails. After a step that crashed or reached
+its limit, a small matrix product checks the GPU. If it fails, no further step runs.
 
-FOLDER/summary.json has the date, the versions and the result of every step, FOLDER/NAME.log a step's output, and
-FOLDER.tar.gz all of it. Exit status: 0 every step passed; 1 a step failed; 2 no GPU, or no such Python.
+FOLDER/summary.json has the date, the versions and the result of every step. FOLDER/NAME.log has a step's output, and
+FOLDER.tar.gz all files. Exit status: 0 every step passed, 1 a step failed, 2 no GPU or no usable Python.
 """
 
 import argparse
@@ -55,10 +55,10 @@ from gpu_prepared import (  # noqa: E402
 )
 
 BESIDE_S, SUMMARY_S, SGLANG_S = 120.0, 10.0, 420.0
-"""Limits of all steps that run beside each other together, of the summary, and of SGLang's tests."""
+"""Limits of all parallel steps together, of the summary, and of SGLang's tests."""
 BUILD_S = 150.0
 ANSWER_S = 20.0
-"""For the GPU to answer after a crash: what follows has so much less."""
+"""Time for the GPU to answer after a crash. It is taken from the later steps."""
 CORES_PER_STEP = 2
 SHOWN_LINES, SHOWN_CHARACTERS = 20, 300
 CRASH = re.compile(r"CUDA error|INTERNAL ASSERT|illegal memory access")
@@ -66,7 +66,7 @@ CRASH = re.compile(r"CUDA error|INTERNAL ASSERT|illegal memory access")
 ALONE = ("offload", "two_ranks")
 """GPU tests that measure the device's memory, or are slow beside others."""
 SPLIT, SGLANG = "one_gpu", "sglang"
-"""GPU tests whose jobs are steps of their own; GPU tests that need SGLang."""
+"""GPU tests with one step per job, and GPU tests that need SGLang."""
 TRAIN_STEP = (
     *("--tp", "1", "--hidden", "1024", "--layers", "28", "--heads", "16", "--kv-heads", "8", "--ffn", "3072"),
     *("--vocab", "151936", "--sequences", "32", "--min-tokens", "128", "--max-tokens", "1024"),
@@ -84,15 +84,15 @@ GRPO = (
 
 @dataclass(frozen=True)
 class Step:
-    """A command of this Python, which is ended after `limit_s`."""
+    """A command for this Python, ended after `limit_s`."""
 
     name: str
     limit_s: float
     arguments: tuple[str, ...]
     beside: bool = False
-    """Whether it runs beside others."""
+    """Whether it runs in parallel with others."""
     is_probe: bool = False
-    """Whether any end of it is a result."""
+    """Whether a failure is a result too."""
 
 
 @dataclass
@@ -110,23 +110,23 @@ class Result:
 
 @dataclass
 class Runner:
-    """Runs steps until `deadline`, on time.monotonic's clock, and keeps their results in `folder`."""
+    """Runs steps until `deadline` (time.monotonic) and keeps their results in `folder`."""
 
     folder: Path
     environment: Mapping[str, str]
     deadline: float
     answers: Callable[[float], bool]
-    """Whether the GPU still computes, asked after a crash and answered within so many seconds."""
+    """Returns whether the GPU still computes, within the given seconds. Called after a crash."""
     lanes: int = max(1, (os.cpu_count() or 2) // CORES_PER_STEP)
     beside_s: float = BESIDE_S
     grace_s: float = GRACE_S
     results: list[Result] = field(default_factory=list)
     is_lost: bool = False
-    """Whether the GPU has stopped to answer."""
+    """Whether the GPU has stopped answering."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Runs each step that is alone in its place, and all others where the first of them is."""
+        """Runs the steps in order. All parallel steps run at the place of the first of them."""
         is_next_beside = True
         for step in steps:
             if not step.beside:
@@ -178,7 +178,7 @@ def _outcome(status: int | None, limit_s: float) -> str:
 
 
 def _result(text: str) -> Any:
-    """Returns the last line, as JSON where it is an object, else what pytest counts; None for other output."""
+    """Returns the last line: as JSON if it is an object, or pytest's counts. None for other output."""
     last = (text.rstrip().splitlines() or [""])[-1]
     try:
         found = json.loads(last)
@@ -188,13 +188,13 @@ def _result(text: str) -> Any:
 
 
 def critical_path_s(steps: Sequence[Step], *, is_prepared: bool) -> float:
-    """Returns the longest that a check can take: every limit of what runs after each other."""
+    """Returns the longest time of a check: the sum of the limits of consecutive steps."""
     alone = sum(step.limit_s for step in steps if not step.beside)
     return alone + BESIDE_S + SUMMARY_S + (INSTALL_S if is_prepared else 0)
 
 
 def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts: bool = True) -> list[Step]:
-    """Returns the steps in their order: `build`, those beside each other from the longest to the shortest, the rest."""
+    """Returns the steps in order: `build`, the parallel steps from the longest to the shortest, then the others."""
     tests = [path.stem.removeprefix("test_") for path in sorted((REPOSITORY / "tests/gpu").glob("test_*.py"))]
     pytest = ["-m", "pytest", "-m", "gpu", "-q", *([] if has_timeouts else ["-o", "addopts=--strict-markers"])]
 
@@ -230,14 +230,14 @@ def _tests_of_jobs() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The machine's first one: its name in lower case, and what its kernels are compiled for."""
+    """The machine's first GPU: its name in lower case, and the architecture for its kernels."""
 
     name: str
     architecture: str
 
 
 def find_gpu() -> Gpu | str:
-    """Returns the GPU, or why there is none."""
+    """Returns the GPU, or the reason if there is none."""
     try:
         import numpy  # noqa: F401
         import setuptools  # noqa: F401
@@ -253,14 +253,14 @@ def find_gpu() -> Gpu | str:
 
 
 def gpu_answers(environment: Mapping[str, str], limit_s: float) -> bool:
-    """Whether a process of its own can multiply on the GPU."""
+    """Returns whether a new process can multiply on the GPU."""
     code = "import torch; x = torch.ones(64, 64, device='cuda'); assert float((x @ x).sum()) == 64 ** 3"
     with tempfile.TemporaryFile() as output:
         return run_within([sys.executable, "-c", code], limit_s, output, environment) == 0
 
 
 def check(folder: Path, gpu: Gpu, variables: Mapping[str, str], is_prepared: bool, begin: float) -> int:
-    """Runs all steps and writes the summary; returns the exit status."""
+    """Runs all steps and writes the summary. Returns the exit status."""
     environment = {ARCHITECTURES: gpu.architecture, **os.environ, "PYTHONPATH": python_path(), **variables}
     environment |= {"RLTRAIN_NATIVE": "require", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     has_sglang = bool(os.environ.get("RLTRAIN_SGLANG_PYTHON"))
@@ -268,7 +268,7 @@ def check(folder: Path, gpu: Gpu, variables: Mapping[str, str], is_prepared: boo
     total_s = critical_path_s(steps, is_prepared=is_prepared)
     print(f"{gpu.name}: {len(steps)} steps, at most {total_s:.0f} s", flush=True)
     if not has_sglang:
-        print("sglang: not run; set RLTRAIN_SGLANG_PYTHON to a Python that has it", flush=True)
+        print("sglang: not run; set RLTRAIN_SGLANG_PYTHON to a Python with SGLang", flush=True)
     runner = Runner(folder, environment, begin + total_s - SUMMARY_S, lambda limit_s: gpu_answers(environment, limit_s))
     runner.run(steps)
     summarise(folder, runner.results)
@@ -282,7 +282,7 @@ def check(folder: Path, gpu: Gpu, variables: Mapping[str, str], is_prepared: boo
 
 
 def summarise(folder: Path, results: Sequence[Result]) -> None:
-    """Writes summary.json, and NAME.json of each step that ended with a JSON object."""
+    """Writes summary.json, and NAME.json for each step with a JSON object as its result."""
     for result in results:
         if isinstance(result.result, dict):
             (folder / f"{result.name}.json").write_text(json.dumps(result.result, indent=1) + "\n")
@@ -313,7 +313,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _first_line(*command: str) -> str | None:
-    """Returns the first line that a command prints; None where it cannot be run or fails."""
+    """Returns the first line of a command's output, or None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SUMMARY_S / 4, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -14,13 +14,13 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START = "RLTRAIN_GPU_START"
-"""Environment variable with the folder of models that jobs start from (tests/gpu/jobs.py)."""
+"""Environment variable for the folder with the jobs' initial models (tests/gpu/jobs.py)."""
 ARCHITECTURES = "RLTRAIN_CUDA_ARCHITECTURES"
 
 INSTALL_S = 20.0
 """Limit of installing the wheels."""
 GRACE_S = 5.0
-"""Between asking a process to end and ending it, within its limit."""
+"""Time between asking a process to end and killing it, within its limit."""
 WHEELS = (
     *("megatron-core", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "math-verify"),
     *("latex2sympy2_extended", "antlr4-python3-runtime", "starlette", "uvicorn", "websockets"),
@@ -35,19 +35,19 @@ STARTS: dict[str, tuple[str, ...]] = {
     "experts": ("tools/make_quickstart.py", "--seed", "0", "--experts", "8"),
     "game": ("tools/make_text_game.py", "--seed", "0"),
 }
-"""Commands that make the models and rows that jobs start from, by their folders."""
+"""Commands that make the jobs' initial models and rows, by their folders."""
 
 
 def python_path(*before: Path) -> str:
-    """Returns PYTHONPATH with the project and `before` ahead of what this process was given."""
+    """Returns a PYTHONPATH that begins with the project and `before`."""
     paths = (REPOSITORY, *before, os.environ.get("PYTHONPATH"))
     return os.pathsep.join(str(path) for path in paths if path)
 
 
 def prepare(folder: Path, python: str, most_bytes: int = MOST_BYTES) -> int:
-    """Fills `folder` for a machine without a network whose Python has the version `python`; returns the exit status."""
+    """Fills `folder` for a machine without a network and with Python version `python`. Returns the exit status."""
     if folder.exists() and any(folder.iterdir()):
-        return refuse(f"--prepare: {folder} is not empty; name a folder that is new")
+        return refuse(f"--prepare: {folder} is not empty; name a new folder")
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
     versions = pinned(WHEELS, python)
@@ -56,7 +56,7 @@ def prepare(folder: Path, python: str, most_bytes: int = MOST_BYTES) -> int:
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     for name in versions:
         done = subprocess.run([*pip, "download", "--no-deps", *target, "-d", str(wheels), name], check=False)
-        if done.returncode:  # published as sources alone, which are pure Python
+        if done.returncode:  # published only as sources, in pure Python
             subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), name], check=True)
     foreign = [path.name for path in wheels.iterdir() if not fits(path.name, python)]
     if foreign:
@@ -74,15 +74,15 @@ def prepare(folder: Path, python: str, most_bytes: int = MOST_BYTES) -> int:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if num_bytes > most_bytes:
-        return refuse(f"--prepare: {folder} has {num_bytes / 1e6:.1f} MB; at most {most_bytes / 1e6:.0f} MB travel")
+        return refuse(f"--prepare: {folder} has {num_bytes / 1e6:.1f} MB; expected at most {most_bytes / 1e6:.0f} MB")
     print(f"{folder}: {len(versions)} wheels for Python {python}, kernels for {environment[ARCHITECTURES]}, models of "
           f"{', '.join(STARTS)}; {num_bytes / 1e6:.1f} MB")  # fmt: skip
     return 0
 
 
 def pinned(names: Sequence[str], python: str) -> list[str]:
-    """Returns NAME==VERSION as launch/constraints-cpu.txt has them for a version of Python."""
-    from packaging.requirements import Requirement  # not on every machine that only runs what was prepared
+    """Returns NAME==VERSION for each name, from launch/constraints-cpu.txt for a Python version."""
+    from packaging.requirements import Requirement  # not needed, and often missing, with --prepared
     from packaging.utils import canonicalize_name
 
     lines = (line.partition("#")[0].strip() for line in (REPOSITORY / "launch/constraints-cpu.txt").open())
@@ -95,14 +95,15 @@ def pinned(names: Sequence[str], python: str) -> list[str]:
 
 
 def fits(wheel: str, python: str) -> bool:
-    """Whether a wheel's file name says that `python` on Linux takes it."""
+    """Returns whether a wheel's file name fits `python` on Linux."""
     tags, number = wheel.removesuffix(".whl").split("-")[-3:], python.replace(".", "")
     of_python = any(tag in (f"cp{number}", "py3", "abi3") for tag in tags[0].split(".") + tags[1].split("."))
     return wheel.endswith(".whl") and of_python and (tags[2] == "any" or "x86_64" in tags[2])
 
 
 def take_prepared(prepared: Path, site: Path, architecture: str) -> dict[str, str] | str:
-    """Installs what --prepare left into `site`, and returns variables for the steps, or why it cannot."""
+    """Installs the wheels of --prepare into `site`. Returns environment variables for the steps, or the reason for a
+    failure."""
     manifest = json.loads((prepared / MANIFEST).read_text())
     ours = ".".join(platform.python_version_tuple()[:2])
     if manifest["python"] != ours:
@@ -124,7 +125,7 @@ def take_prepared(prepared: Path, site: Path, architecture: str) -> dict[str, st
 def run_within(
     command: Sequence[str], limit_s: float, output: Any, environment: Mapping[str, str], grace_s: float = GRACE_S
 ) -> int | None:
-    """Returns the exit status of a command; None where its limit ended it and all that it started."""
+    """Returns the exit status of a command. Returns None if the limit ended it with all its processes."""
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )

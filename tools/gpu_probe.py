@@ -1,10 +1,10 @@
-"""What a GPU machine has, and what of its software would cost or end a run before anything else does.
+"""Reports a GPU machine's software, and tests for problems that would slow or end a run.
 
     python tools/gpu_probe.py versions|graphs [--device cpu]
 
-versions   of packages, and how long attention takes for shapes that are new: by our choice of kernels, and by torch's
-graphs     two recordings of a product in the memory of one pool, the first dropped before the second: ends with torch's
-           internal assertion where that is not allowed
+- versions: versions of packages, and the time of attention for new shapes, by rltrain's choice of kernels and torch's.
+- graphs: two recordings of a product in one memory pool, with the first dropped before the second. Ends with an
+  internal assertion of torch if that is not allowed.
 
 The last line is one JSON object.
 """
@@ -70,7 +70,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _new_shapes(device: torch.device, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[float]:
-    """Milliseconds of the first call with each of some lengths, the first of which loads what is loaded once."""
+    """Returns milliseconds of the first call with each of several new lengths. The first call includes one-time
+    loading."""
     times = []
     for number in range(NUM_SHAPES):
         tokens = 200 + 24 * number
@@ -93,7 +94,7 @@ def _synchronize(device: torch.device) -> None:
 
 def graphs(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        raise SystemExit("graphs are CUDA's: there is nothing to be seen on the CPU")
+        raise SystemExit("graphs exist only with CUDA; expected --device cuda")
     x, pool = torch.randn(256, 256, device=device), torch.cuda.graph_pool_handle()
     x @ x  # prepares cuBLAS
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""Writes the quickstart's files, as `rltrain make-quickstart`: python tools/make_quickstart.py --output DIR --seed 0"""
+"""Writes the quickstart's files, as `rltrain make-quickstart` does: python tools/make_quickstart.py --output DIR --seed
+0"""
 
 import sys
 

@@ -2,14 +2,14 @@
 
     python tools/make_text_game.py --output DIR --seed 0
 
-The characters are the quickstart's. Each guess that is wrong is answered by + where the number is larger, by , where
-it is smaller and by = where the guess was no number (env.function: guess_number, env.options: GAME below):
+The characters are the quickstart's. The answer to a wrong guess is + if the number is larger and a comma if it is
+smaller. It is = if the guess was not a number (env.function: guess_number, env.options: GAME below):
 
     0,9=   5<eos>   +   7<eos>   ,   6<eos>
 
-DIR/model is a Qwen3 checkpoint with random weights. DIR/warm_up.jsonl has turns of a player who plays by the answers
-in a quarter of the games, and at random in the others: what they demonstrate wins about 0.4 of the games.
-DIR/train.jsonl has games to be played, DIR/eval.jsonl one of each number.
+DIR/model is a Qwen3 checkpoint with random weights. DIR/warm_up.jsonl has turns of a player that uses the answers in a
+quarter of the games and guesses at random in the others. This play wins about 0.4 of the games. DIR/train.jsonl has
+games for training, and DIR/eval.jsonl one game of each number.
 """
 
 import argparse
@@ -26,14 +26,14 @@ SMALLEST, LARGEST = 0, 9
 PROMPT = f"{SMALLEST},{LARGEST}="
 GAME: Mapping[str, str | int] = {"max_guesses": 4, "higher": "+", "lower": ",", "no_number": "="}
 ATTENTIVE_SHARE = 0.25
-"""Of the games of the warm-up, those in which guesses go by the answers."""
+"""Share of the warm-up games in which guesses use the answers."""
 NUM_WARM_UP_GAMES, NUM_TRAIN = 20000, 2000
 
 Row = dict[str, str]
 
 
 def warm_up_turns(choice: random.Random) -> Iterator[Row]:
-    """The turns of one game: what stands before a guess, and the guess."""
+    """Yields the turns of one game: the text before a guess, and the guess."""
     game = GuessNumber(**GAME)  # type: ignore[arg-type]
     game.reset({"label": str(choice.randint(SMALLEST, LARGEST))}, seed=0)
     attentive = choice.random() < ATTENTIVE_SHARE
@@ -59,7 +59,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the rows")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of games")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the choice of games")
     parser.add_argument("--warm-up-games", type=int, default=NUM_WARM_UP_GAMES)
     arguments = parser.parse_args()
     choice = random.Random(arguments.seed)
@@ -69,7 +69,7 @@ def main() -> None:
     write_rows(arguments.output / "warm_up.jsonl", turns)
     write_rows(arguments.output / "train.jsonl", (game_of(choice.randint(SMALLEST, LARGEST)) for _ in range(NUM_TRAIN)))
     write_rows(arguments.output / "eval.jsonl", map(game_of, range(SMALLEST, LARGEST + 1)))
-    print(f"wrote {arguments.output}: model, {arguments.warm_up_games} games to warm up by, {NUM_TRAIN} to play")
+    print(f"wrote {arguments.output}: model, {arguments.warm_up_games} games for the warm-up, {NUM_TRAIN} for training")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How many launch scripts import into a config that passes the dry run, and why others do not.
+"""Counts the launch scripts that import into a config and pass the dry run, and the reasons of the others.
 
 python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
-What trains no text model, or by a trainer that is not asked about, is told apart and not counted (OUTSIDE). That
-follows from a script's own keys and programs, never from whether it imports. Each other script is imported as it is;
-where keys without a counterpart refuse it, once more with --allow-differences.
-The named model's config.json is a stand-in (stand_in_models.py): no weights and no data are needed.
+Scripts without the training of a text model, or with a trainer out of scope, are listed and not counted (OUTSIDE). That
+depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
+without a counterpart prevent that, it is imported again with --allow-differences. The named model's config.json is a
+stand-in (stand_in_models.py), so no weights and no data are needed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rltrain.import_config.translation import RowCounts, Translation
 from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 
-NO_SHAPE = "the name says no shape"
+NO_SHAPE = "no known shape for this name"
 REASONS = {
     "no launch": "starts no command of",
     "keys without a counterpart": "change results",
@@ -44,14 +44,14 @@ REASONS = {
     "model of unknown shape": NO_SHAPE,
 }
 TRAINS = re.compile(r"^\s+(trainer\.\w+|data\.train_\w+|--rollout-batch-size)", re.MULTILINE)
-"""Keys of a training, in the text of a script of which no launch can be read."""
+"""Keys of a training, in a script without a readable launch."""
 SEES_OR_HEARS = re.compile(r"[-_/]vl[-_/]|[-_]vl$|glm-?4\.\d+v|minicpm-?o|omni|[-_]audio|[-_]video", re.IGNORECASE)
 BACKENDS = re.compile(r"veomni|torchtitan|automodel|megatron_lite|mlite|mindspeed|fsdp_turbo")
 """verl's trainers other than FSDP and Megatron."""
 FOR_NPUS = re.compile(r"^export \w*ASCEND", re.MULTILINE)
-"""Set whatever a variable says of the device."""
+"""A setting for NPUs. It counts even if a variable selects another device."""
 OWN_GENERATOR = re.compile(r"def get_generator\b")
-"""SkyRL's method that makes the generator, in a program that has its own."""
+"""SkyRL's method that makes the generator, in a program with its own generator."""
 
 Keys = Mapping[str, Any]
 
@@ -60,10 +60,10 @@ Keys = Mapping[str, Any]
 class Outcome:
     script: str
     reason: str | None
-    """Why it does not pass as it is; None: it does."""
+    """The reason if the unchanged script does not pass, else None."""
     detail: str = ""
     reason_allowing: str | None = None
-    """Why not, with --allow-differences either."""
+    """The reason if it does not pass with --allow-differences either, else None."""
     own_generator: bool = False
 
 
@@ -92,14 +92,14 @@ OUTSIDE: dict[str, Callable[[Keys], bool]] = {
     "on images, audio or video": _of_pictures,
     NPUS: lambda keys: str(keys.get("trainer.device", "")).strip("'\"") == "npu",
     "by a trainer other than FSDP and Megatron": _of_other_backends,
-    "draws, and trains nothing": _draws_only,
+    "generates, and trains nothing": _draws_only,
     "on made-up data or steps": _on_made_up_data,
 }
 NO_TRAINING = "starts no training"
 
 
 def outside(framework: Framework, script: str, arguments: list[str]) -> str | None:
-    """Why a script is not counted; None: it is."""
+    """Returns the reason if a script is not counted, else None."""
     try:
         keys = read(framework, [script, *arguments], os.environ).keys
     except UserError:
@@ -110,7 +110,7 @@ def outside(framework: Framework, script: str, arguments: list[str]) -> str | No
 
 
 def generates_by_its_own(framework: Framework, script: str, arguments: list[str]) -> bool:
-    """Whether the program that is started replaces the framework's generator by one of its own: an agent's harness."""
+    """Returns whether the started program replaces the framework's generator, as an agent's harness does."""
     try:
         found = read(framework, [script, *arguments], os.environ)
     except UserError:
@@ -124,7 +124,7 @@ def generates_by_its_own(framework: Framework, script: str, arguments: list[str]
 
 
 def _code(script: str) -> str:
-    """Without comments that stand alone."""
+    """Returns the script without comment lines."""
     lines = Path(script).read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
@@ -144,12 +144,12 @@ def main() -> int:
             outcomes.append(tried(script, arguments, Path(folder)))
             print(*row_of(outcomes[-1]), sep="\t", flush=True)
     print_counted("not counted", left_out)
-    print_counted("as they are, or why not", Counter(one.reason or "pass" for one in outcomes))
+    print_counted("unchanged scripts", Counter(one.reason or "pass" for one in outcomes))
     print_counted("with --allow-differences", Counter(one.reason_allowing or "pass" for one in outcomes))
     trained = [one for one in outcomes if "model family" not in (one.reason_allowing or "")]
-    print_counted("of a model family that is trained here", Counter(one.reason or "pass" for one in trained))
+    print_counted("of a supported model family", Counter(one.reason or "pass" for one in trained))
     usual = [one for one in trained if not one.own_generator]
-    print_counted("and by the framework's generator", Counter(one.reason or "pass" for one in usual))
+    print_counted("of these, with the framework's own generator", Counter(one.reason or "pass" for one in usual))
     return 0
 
 
@@ -166,7 +166,7 @@ def print_counted(title: str, counted: Counter[str]) -> None:
 
 
 def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
-    """As it is; then with --allow-differences."""
+    """Imports the script unchanged, and then with --allow-differences if it did not pass."""
     found = []
     for allowed in (False, True):
         try:
@@ -182,7 +182,7 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
 
 
 def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
-    """UserError where it is refused on its way."""
+    """Imports the script and describes the job. Raises UserError if a step refuses it."""
     rows, source = RowCounts(rows=arguments.rows), [script, *arguments.arguments]
     with patch.object(translation, "model_config", lambda name: shape_of(str(name)) or {}):
         found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
@@ -197,7 +197,7 @@ def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool
 
 
 def stand_ins(found: Translation, folder: Path) -> list[str]:
-    """Overrides that put stand-ins in the place of the models. UserError for a name that says no shape."""
+    """Returns overrides that replace the models by stand-ins. Raises UserError for a name of unknown shape."""
     overrides = []
     for key in ("model.path", *(f"{role}.path" for role in ("critic", "reference", "teacher", "reward_model"))):
         if key in found.settings:
@@ -221,8 +221,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], required=True)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the training files (default 100000)")
-    parser.add_argument("--gpu", default="h100", help="that it is to fit (default h100)")
-    parser.add_argument("--arguments", nargs="*", default=[], help="that every script is given")
+    parser.add_argument("--gpu", default="h100", help="the GPU that configs must fit (default h100)")
+    parser.add_argument("--arguments", nargs="*", default=[], help="arguments for every script")
     parser.add_argument("scripts", nargs="+")
     return parser.parse_args()
 

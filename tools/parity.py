@@ -2,10 +2,10 @@
 
     python tools/parity.py CHECKPOINT [--texts FILE] [--dtype bfloat16] [--residual-dtype float32] ...
 
-CHECKPOINT is a Hugging Face folder. One process runs the model of the training backend on all texts at once, as an
-update does, the embedded engine token by token, as it decodes, and with --transformers that of transformers. Prints for
-every stage how far they are apart and names the first that differs by more than --threshold; exit status 1 if there
-is one.
+CHECKPOINT is a Hugging Face folder. One process runs the training backend's model on all texts at once, as in an
+update. It runs the embedded engine token by token, as in generation. --transformers adds the model of transformers.
+Prints the difference at every stage, and the first stage with a difference above --threshold. The exit status is 1 if
+there is one.
 """
 
 import argparse
@@ -42,12 +42,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     made.add_argument(
-        "--engine-checkpoint", type=Path, metavar="DIR", help="another for the engine (default: the same)"
+        "--engine-checkpoint", type=Path, metavar="DIR", help="checkpoint of the engine (default: CHECKPOINT)"
     )
     made.add_argument("--texts", type=Path, metavar="FILE", help="one text per line (default: random tokens)")
-    made.add_argument("--backend", choices=["megatron", "fsdp"], default="megatron", help="of the trainer")
-    made.add_argument("--samples", type=int, default=8, help="of random tokens")
-    made.add_argument("--tokens", type=int, default=64, help="of a random sample; the most of a text")
+    made.add_argument("--backend", choices=["megatron", "fsdp"], default="megatron", help="training backend")
+    made.add_argument("--samples", type=int, default=8, help="number of samples of random tokens")
+    made.add_argument("--tokens", type=int, default=64, help="length of random samples, and most tokens of a text")
     made.add_argument("--dtype", choices=sorted(THRESHOLDS), default="bfloat16", help="model.dtype")
     made.add_argument("--residual-dtype", choices=["float32"], help="model.residual_dtype")
     made.add_argument("--head-dtype", choices=["float32"], help="model.head_dtype")
@@ -58,12 +58,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(arguments: argparse.Namespace, console: Console) -> bool:
-    """Print what was found; whether no stage is beyond the threshold. Raises UserError."""
+    """Prints the differences. Returns whether no stage is above the threshold. Raises UserError."""
     device = str(device_named(arguments.device))
     types = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
     types = {key: value for key, value in types.items() if value not in (None, arguments.dtype)}
     if types and arguments.backend == "fsdp":
-        raise UserError(f"--backend fsdp: its model is computed in --dtype alone; expected no {', '.join(types)}")
+        raise UserError(f"--backend fsdp computes in --dtype only; expected no {', '.join(types)}")
     trained, served = (
         Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), device)
         for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
@@ -86,7 +86,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def _run_of(name: str) -> Run:
-    """Imported when it is run: Megatron and transformers take seconds to load."""
+    """Returns a model's run. Imports it here, because Megatron and transformers take seconds to load."""
     if name == TRAINER:
         from rltrain.cli.parity import run_trainer as run
     elif name == SHARDED:

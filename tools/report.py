@@ -1,4 +1,4 @@
-"""What became of a run, as `rltrain report`: python tools/report.py RUN [--output DIR]"""
+"""Writes the page of a run, as `rltrain report` does: python tools/report.py RUN [--output DIR]"""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""config.json of published models, by their names: what a dry run reads of a model whose weights are not at hand.
+"""config.json of published models by name, for dry runs without their weights.
 
-stand_in_models.json has keys by family, and for each model a pattern of its name, its family and what else it says.
-Those in `first` have gated delta nets, and names that begin as others do; Qwen3.6's shapes are Qwen3.5's. Of a model
-with `text_of` what encodes pictures is left out.
+stand_in_models.json has settings by family. For each model it has a pattern of the name, the family and further
+settings. Models in `first` have gated delta nets, or names that begin as others do. Qwen3.6 has Qwen3.5's shapes. A
+model with `text_of` is listed without its vision encoder.
 """
 
 import json
@@ -17,7 +17,7 @@ OTHERS = (
     r"nemotron(?!-mini)|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 LATER_NEMOTRONS = "nemotron_h"
-"""The family of those that are not Nemotron-Mini."""
+"""The family of Nemotron models other than Nemotron-Mini."""
 
 
 def _shapes(models: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -31,7 +31,8 @@ def _shapes(models: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def shape_of(name: str) -> dict[str, Any] | None:
-    """Of a model's folder or hub name; the family's name alone where its shape is not here; None for no known name."""
+    """Returns the config for a model's folder or hub name. It has only `model_type` if the shape is unknown. Returns
+    None for an unknown name."""
     *folders, lower = [part for part in name.lower().replace("_", "-").split("/") if part]
     first = next((shape for pattern, shape in _shapes("first") if re.match(pattern, lower)), None)
     if first:
@@ -48,7 +49,7 @@ def shape_of(name: str) -> dict[str, Any] | None:
 
 
 def write_stand_in(name: str, folder: Path, classifies: bool = False) -> Path | None:
-    """A folder with the config.json of the named model; None for no known name."""
+    """Writes a folder with the named model's config.json and returns it. Returns None for an unknown name."""
     shape = shape_of(name)
     if shape is None:
         return None

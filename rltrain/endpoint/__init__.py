@@ -1,1 +1,1 @@
-"""HTTP in front of engines: agents speak OpenAI's or Anthropic's API to it, and what is drawn for them is recorded."""
+"""An HTTP endpoint for agents, with OpenAI's and Anthropic's APIs. Records the tokens generated for them."""

@@ -1,4 +1,4 @@
-"""Answers to requests while they are drawn: whole, in pieces, and as server-sent events."""
+"""Answers to requests while they are generated: whole, in pieces, and as server-sent events."""
 
 import asyncio
 import json
@@ -19,25 +19,25 @@ from rltrain.endpoint.requests import RequestRefused
 from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status
 
-# What a request is answered with, while it is drawn and after that; also where its client goes, or asks again.
+# The answer to a request, during and after generation. Its client may leave and come back.
 
 logger = logging.getLogger(__name__)
 
 FIRST_CLIENT_S = 5.0
-"""A client is there at the beginning; its answer waits no longer for it."""
+"""Seconds for which a new answer waits for its client at least."""
 
 
 class Choice:
-    """One of the turns that are drawn for a request. No other turn has its `mark`."""
+    """One of the turns generated for a request. Its `mark` is unique."""
 
     def __init__(self, turn: PendingTurn, mark: str) -> None:
         self.turn, self.sample, self.mark = turn, turn.sample, mark
         self.start = len(turn.sample.tokens)
-        """Response tokens before the turn."""
+        """Number of response tokens before the turn."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Drawn in the turn, so far."""
+        """Tokens generated in the turn so far."""
         return self.sample.tokens[self.start :]
 
     @property
@@ -50,7 +50,7 @@ class Choice:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Ids that the model was given."""
+        """The model's input token ids."""
         return self.turn.sample.context
 
     @property
@@ -58,19 +58,19 @@ class Choice:
         return self.sample.is_finished
 
     def read(self, opening: Opening) -> Reply:
-        """What it says so far."""
+        """Returns the content of the turn so far."""
         return opening.read(self.tokens, self.turn.stop, self.mark)
 
     def standing(self, opening: Opening) -> str:
-        """Returns the text of it that stays, whatever is drawn next."""
+        """Returns the beginning of the text that further tokens cannot change."""
         return self.read(opening).text if self.is_done else opening.standing(self.tokens, self.turn.stop)
 
 
 class Answer:
-    """`settle` is called once: with True when the answer is whole and has a client that is there, with False when it is
-    given up. Without a client it is drawn on for `repeat_within_s`, so that one may come back for it.
+    """The turns generated for one request. Continues from the turn at `end`, or None. Its `mark` is unique.
 
-    `end` is the turn that it goes on from. No other answer has its `mark`.
+    `settle` is called once. The flag is True when the answer is complete and its client is present, and False when the
+    answer is given up. Without a client it continues for `repeat_within_s` seconds, so that the client may come back.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Answer:
         self.error: RequestRefused | None = None
         self.is_settled = False
         self.is_followed = False
-        """Whether a later turn goes on from it."""
+        """Whether a later turn continues this answer."""
         self._settle, self._repeat_within_s = settle, repeat_within_s
         self._num_clients = 0
         self._pulse = asyncio.Event()
@@ -97,26 +97,27 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
+        """Whether all choices are complete."""
         return all(choice.is_done for choice in self.choices)
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come."""
+        """Whether the answer is complete or failed."""
         return self.is_whole or self.error is not None
 
     @property
     def is_orphaned(self) -> bool:
-        """Nobody is there to take it, and nobody has had it."""
+        """Whether the answer has no client and was never delivered."""
         return self._num_clients == 0 and not self.is_settled
 
     def start(self, turns: EngineMailbox) -> None:
-        """Have it drawn."""
+        """Submits the turns."""
         self._tasks = [asyncio.ensure_future(self._draw(turns, choice)) for choice in self.choices]
         self._give_up_after(max(FIRST_CLIENT_S, self._repeat_within_s))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A client is there."""
+        """Marks a client as present inside the context."""
         self._num_clients += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -129,7 +130,7 @@ class Answer:
                 self._give_up_after(self._repeat_within_s)
 
     async def changes(self) -> AsyncIterator[None]:
-        """Now, whenever there is more, and last when it is over. Raises Refused where it could not be drawn."""
+        """Yields at once, after every change, and last at the end. Raises RequestRefused if the answer failed."""
         while True:
             pulse, is_over = self._pulse, self.is_over
             if self.error is not None:
@@ -140,12 +141,12 @@ class Answer:
             await pulse.wait()
 
     async def whole(self) -> None:
-        """When it is. Raises Refused where it could not be drawn."""
+        """Waits until the answer is complete. Raises RequestRefused if it failed."""
         async for _ in self.changes():
             pass
 
     def give_up(self, reason: str = "the request was given up") -> None:
-        """Have nothing more drawn for it."""
+        """Cancels the remaining generation."""
         for task in self._tasks:
             task.cancel()
         if not self.is_settled:
@@ -158,14 +159,14 @@ class Answer:
         try:
             choice.sample = await turns.draw(choice.turn, partial(self._progress, choice))
         except EngineGone as gone:
-            self._fail(RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, f"no engine draws any more: {gone}", code="gone"))
+            self._fail(RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine has stopped: {gone}", code="gone"))
         except EngineBusy as busy:
             self._fail(RequestRefused(HTTPStatus.TOO_MANY_REQUESTS, str(busy), code="busy"))
-        except Exception as error:  # noqa: BLE001 - the engine refused it: its client is told why
+        except Exception as error:  # noqa: BLE001 - the refusal's message goes to the client
             self._fail(RequestRefused(HTTPStatus.BAD_REQUEST, f"the engine refuses this request: {error}"))
         else:
             if choice.sample.status == Status.FAILED:
-                said = "the model's log-probs are not finite for this request: nothing can be drawn"
+                said = "the model's log-probs are not finite for this request, so no token can be sampled"
                 self._fail(RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, said, code="not_finite"))
             else:
                 self._drawn()
@@ -174,7 +175,7 @@ class Answer:
         try:
             self._settle_if_whole()
         except Exception:
-            logger.exception("what was drawn for a request could not be read")
+            logger.exception("the tokens generated for a request could not be read")
             self.error = RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of the server; see its log")
         self._change()
 
@@ -205,11 +206,11 @@ class Answer:
         pulse.set()
 
 
-# A turn in pieces of text as it is drawn; and its log-probs in OpenAI's form.
+# Pieces of text of a running turn, and log-probs in OpenAI's form.
 
 
 class Deltas:
-    """Of one choice. What is given out is never taken back: together it is the text of the whole."""
+    """The growing text of one choice. Returned pieces are never taken back, and together they are the whole text."""
 
     def __init__(self, answer: Answer, choice: Choice) -> None:
         self._answer, self._choice = answer, choice
@@ -218,10 +219,10 @@ class Deltas:
         self._num_tokens_told = 0
 
     def text(self) -> str:
-        """Returns what has been added since the last call.
+        """Returns the text added since the last call.
 
-        A tokenizer may change text of tokens before, where a new one follows. Then nothing is given until the turn is
-        done, and then what follows the place where the text changed.
+        A tokenizer may change the text of earlier tokens when a new one follows. In that case nothing is returned until
+        the turn is done, and then only the text after the first difference.
         """
         if not self._choice.is_done and len(self._choice.tokens) == self._num_tokens:
             return ""
@@ -234,17 +235,18 @@ class Deltas:
         return new
 
     def reply(self) -> Reply:
+        """Returns the content of the turn so far."""
         return self._choice.read(self._answer.opening)
 
     def new_tokens(self) -> slice:
-        """Which of the turn's tokens have come since the last call."""
+        """Returns the range of the turn's tokens added since the last call."""
         start, self._num_tokens_told = self._num_tokens_told, len(self._choice.tokens)
         return slice(start, self._num_tokens_told)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What choice number `index` of an answer has added: `text`, which may be empty at its end."""
+    """Text added to choice number `index` of an answer. It may be empty in the last piece."""
 
     index: int
     choice: Choice
@@ -254,7 +256,7 @@ class Piece:
 
 
 async def pieces(answer: Answer) -> AsyncIterator[Piece]:
-    """Yields what all choices of an answer add, as they are drawn."""
+    """Yields the pieces of all choices of an answer during generation."""
     going_on = {index: (choice, Deltas(answer, choice)) for index, choice in enumerate(answer.choices)}
     async for _ in answer.changes():
         for index, (choice, deltas) in [*going_on.items()]:
@@ -266,14 +268,14 @@ async def pieces(answer: Answer) -> AsyncIterator[Piece]:
 
 
 def finish_reason(choice: Choice, reply: Reply) -> str:
-    """OpenAI's word for how the turn ended."""
+    """Returns OpenAI's word for the end of the turn."""
     if choice.sample.status.name == "TRUNCATED":
         return "length"
     return "tool_calls" if reply.tool_calls else "stop"
 
 
 def token_logprobs(choice: Choice, which: slice, tokens: TokenText) -> list[dict[str, Any]]:
-    """Of some of a turn's tokens; those that might have been drawn instead are not known."""
+    """Returns the log-probs of a range of the turn's tokens. Alternatives to these tokens are not known."""
     items = []
     for token, logprob in zip(choice.tokens[which], choice.logprobs[which], strict=True):
         text = tokens.spelling(token)
@@ -281,10 +283,10 @@ def token_logprobs(choice: Choice, which: slice, tokens: TokenText) -> list[dict
     return items
 
 
-# Answers in pieces, as server-sent events.
+# Server-sent events.
 
 Event = Mapping[str, Any] | str
-"""JSON, or a text as it is. One with a `type` that `named` streams is sent under that name."""
+"""A JSON object or plain text. Named streams send an object under its `type`."""
 
 
 def event_stream(
@@ -294,8 +296,10 @@ def event_stream(
     *,
     named: bool = False,
 ) -> StreamingResponse:
-    """`events` are made while the answer is drawn; where it cannot be, `error_of` is the last one. The client is there
-    as long as it reads."""
+    """Returns a response that streams `events`. `error_of` makes the last event if the answer fails.
+
+    The client counts as present while it reads the stream.
+    """
 
     async def lines() -> AsyncIterator[str]:
         with answer.attached():

@@ -29,11 +29,11 @@ from rltrain.endpoint.session import Asked
 
 Block = Mapping[str, Any]
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""The code of Anthropic's API on which its clients send the same request without a thread."""
+"""A code of Anthropic's API. Its clients react to it by sending the same request without a thread."""
 
 
 class PromptFields(DrawingBody):
-    """What the tokens of a request are counted by."""
+    """The fields that determine the tokens of a prompt."""
 
     model: str = ""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -44,7 +44,7 @@ class PromptFields(DrawingBody):
     thread: dict[str, Any] | None = None
 
     def opening(self, service: Service) -> ChatOpening:
-        """Raises Refused."""
+        """Returns the chat as a prompt. Raises RequestRefused."""
         if self.thread is not None:
             problem = "thread: this server keeps no threads; expected all messages in every request"
             raise invalid(problem, "thread", THREAD_UNSUPPORTED)
@@ -63,12 +63,14 @@ class PromptFields(DrawingBody):
 
 
 class MessagesRequest(PromptFields, SamplingFields):
+    """The body of POST /v1/messages."""
+
     max_tokens: TokenCount
     stop_sequences: list[str] | None = None
     stream: bool = False
 
     def asked(self, service: Service) -> Asked:
-        """Raises Refused."""
+        """Returns the settings of the turn. Raises RequestRefused."""
         return Asked(
             service.rules.sampling_for(AskedSampling(self.temperature, self.top_p, self.top_k)),
             max_tokens=self.max_tokens,
@@ -78,7 +80,7 @@ class MessagesRequest(PromptFields, SamplingFields):
 
 
 def text_of_blocks(content: object, where: str) -> str:
-    """Raises Refused for what is no text, and for blocks of other types."""
+    """Returns the joined text of `content`. Raises RequestRefused if it is not text or has blocks of other types."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -99,7 +101,7 @@ def _function(tool: Block) -> dict[str, Any]:
 
 
 def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
-    """A message of Anthropic's as those of OpenAI's that say the same. Raises Refused."""
+    """Yields the equivalent messages in OpenAI's form. Raises RequestRefused."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system") or not isinstance(content, str | list):
         raise invalid(f"{where}: expected role user or assistant, and content", where)
@@ -126,6 +128,7 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
 
 
 async def messages(service: Service, request: Request) -> Response:
+    """POST /v1/messages: answers a chat, whole or as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, MessagesRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service)
@@ -141,6 +144,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
+    """POST /v1/messages/count_tokens: returns the number of prompt tokens."""
     session_of(service, request)
     asked, _ = await read_json(request, PromptFields, service.limits.max_body_bytes)
     _, tokens = asked.opening(service).begin(History())
@@ -176,7 +180,7 @@ def _ending(choice: Choice, reply: Reply) -> dict[str, Any]:
 
 
 def _tool_uses(reply: Reply) -> list[dict[str, Any]]:
-    """An input that is no object cannot be said."""
+    """Returns tool_use blocks. Their input must be an object, so other arguments are wrapped in one."""
     return [
         {
             "type": "tool_use",
@@ -228,7 +232,7 @@ ERROR_TYPES = {
 
 
 def anthropic_error(refused: RequestRefused) -> dict[str, Any]:
-    """In the form that Anthropic's clients read."""
+    """Returns the error in Anthropic's form."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
     error: dict[str, Any] = {"type": ERROR_TYPES.get(refused.status, default), "message": refused.message}
     if refused.code == THREAD_UNSUPPORTED:

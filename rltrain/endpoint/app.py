@@ -61,24 +61,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Sessions over HTTP: opened, looked at, rewarded, finished.
+# Routes for sessions: open, show, reward and finish.
 
 MAX_SMALL_BODY_BYTES = 2**20
 
 
 class OpenRequest(Body):
+    """The body of POST /sessions."""
+
     metadata: Any = None
     seed: int | None = None
 
 
 class RewardRequest(Body):
+    """The body of POST /sessions/{session}/reward."""
+
     reward: float
-    """Of the episode; of one turn, where `turn` or `trajectory` says so."""
+    """The reward of the episode. It is that of one turn if `turn` or `trajectory` is given."""
     turn: int | None = None
     trajectory: int | None = None
 
 
 class FinishRequest(Body):
+    """The body of POST /sessions/{session}/finish."""
+
     reward: float | None = None
     status: Literal["completed", "aborted", "failed"] = "completed"
 
@@ -87,6 +93,7 @@ STATUS = {"completed": None, "aborted": Status.ABORTED, "failed": Status.FAILED}
 
 
 async def open_session(service: Service, request: Request) -> Response:
+    """POST /sessions: opens a session and returns its id, token and URLs. Needs the server's own token."""
     require_owner(service, request)
     asked, _ = await read_json(request, OpenRequest, MAX_SMALL_BODY_BYTES)
     opened = service.sessions.open(asked.metadata, asked.seed)
@@ -95,11 +102,13 @@ async def open_session(service: Service, request: Request) -> Response:
 
 
 async def show_session(service: Service, request: Request) -> Response:
+    """GET /sessions/{session}, or POST /sessions/{session}/samples: returns the record so far."""
     session = session_of(service, request)
     return JSONResponse(summary(session.record()))
 
 
 async def set_reward(service: Service, request: Request) -> Response:
+    """POST /sessions/{session}/reward: sets the reward of the episode or of a turn."""
     session = session_of(service, request)
     asked, _ = await read_json(request, RewardRequest, MAX_SMALL_BODY_BYTES)
     session.set_reward(asked.reward, trajectory=asked.trajectory, turn=asked.turn)
@@ -107,6 +116,7 @@ async def set_reward(service: Service, request: Request) -> Response:
 
 
 async def finish_session(service: Service, request: Request) -> Response:
+    """POST /sessions/{session}/finish: ends the session and returns its record."""
     session = session_of(service, request)
     asked, _ = await read_json(request, FinishRequest, MAX_SMALL_BODY_BYTES)
     if asked.reward is not None:
@@ -115,18 +125,21 @@ async def finish_session(service: Service, request: Request) -> Response:
 
 
 async def delete_session(service: Service, request: Request) -> Response:
+    """DELETE /sessions/{session}: ends the session as aborted."""
     session = session_of(service, request)
     service.sessions.end(session, "DELETE", Status.ABORTED)
     return Response(status_code=204)
 
 
-# Token ids in and out: POST /generate, with the fields of SGLang's server that users' generate functions read.
+# POST /generate: token ids in and out, with the fields of SGLang's server that users' generate functions read.
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's."""
+"""SGLang's default."""
 
 
 class GenerateSampling(SamplingFields):
+    """The field sampling_params of POST /generate."""
+
     max_new_tokens: TokenCount | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
@@ -136,6 +149,8 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateRequest(DrawingBody):
+    """The body of POST /generate."""
+
     input_ids: Annotated[list[int], Field(min_length=1)] | None = None
     text: str | None = None
     sampling_params: GenerateSampling = GenerateSampling()
@@ -143,7 +158,7 @@ class GenerateRequest(DrawingBody):
     stream: bool = False
 
     def prompt(self) -> str | list[int]:
-        """Raises Refused."""
+        """Returns the text or token ids of the prompt. Raises RequestRefused."""
         if self.stream:
             raise unsupported("stream", True, "false")
         if (self.input_ids is None) == (self.text is None):
@@ -151,7 +166,7 @@ class GenerateRequest(DrawingBody):
         return self.input_ids if self.input_ids is not None else self.text or ""
 
     def asked(self, service: Service) -> Asked:
-        """Raises Refused."""
+        """Returns the settings of the turns. Raises RequestRefused."""
         params, rules = self.sampling_params, service.rules
         self.refuse_unknown(rules)
         params.refuse_unknown(rules, "sampling_params.")
@@ -166,6 +181,7 @@ class GenerateRequest(DrawingBody):
 
 
 async def generate(service: Service, request: Request) -> Response:
+    """POST /generate: returns one result per choice, with token ids and, if asked for, log-probs."""
     session = session_of(service, request)
     asked, body = await read_json(request, GenerateRequest, service.limits.max_body_bytes)
     answer = await answer_to(session, service.prompt(asked.prompt()), asked.asked(service), repetition(request, body))
@@ -195,16 +211,16 @@ def _result(answer: Answer, choice: Choice, asked: GenerateRequest, service: Ser
     return {"text": reply.text, "output_ids": choice.tokens, "meta_info": meta}
 
 
-# The routes of the endpoint, and what becomes of requests that are refused.
+# All routes, and the responses for errors.
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads it; what proxies write into their logs."""
+"""The status that proxies log for a closed connection. No client reads it."""
 RETRY_AFTER_S = 1
 OF_ANTHROPIC = "anthropic-version"
-"""The header that Anthropic's clients send."""
+"""The header by which Anthropic's clients are recognized."""
 
 OF_SESSIONS: tuple[tuple[str, Handler], ...] = (
     ("/v1/chat/completions", chat_completions),
@@ -214,11 +230,11 @@ OF_SESSIONS: tuple[tuple[str, Handler], ...] = (
     ("/v1/messages/count_tokens", count_tokens),
     ("/generate", generate),
 )
-"""POST, of the session whose token a request brings; under /sessions/{session}, of that."""
+"""POST routes. The session comes from the request's token, or from the path below /sessions/{session}."""
 
 
 def build_app(service: Service) -> Starlette:
-    """Of the one event loop that it is served in."""
+    """Returns the application. It must be served in a single event loop."""
 
     def route(path: str, handler: Handler, method: str = "POST") -> Route:
         return Route(path, partial(handler, service), methods=[method])
@@ -247,10 +263,12 @@ def build_app(service: Service) -> Starlette:
 
 
 async def health(service: Service, request: Request) -> Response:
+    """GET /health and /healthz: reports that the server runs, and the number of open sessions."""
     return JSONResponse({"status": "ok", "sessions": len(service.sessions)})
 
 
 async def models(service: Service, request: Request) -> Response:
+    """GET /v1/models: returns a list of the one model."""
     session_of(service, request)
     data = [_model(service, request)]
     if OF_ANTHROPIC in request.headers:
@@ -259,6 +277,7 @@ async def models(service: Service, request: Request) -> Response:
 
 
 async def one_model(service: Service, request: Request) -> Response:
+    """GET /v1/models/{model}: returns the model. Raises RequestRefused for another name."""
     session_of(service, request)
     name = request.path_params["model"]
     if name != service.model:
@@ -267,7 +286,7 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service, request: Request) -> dict[str, Any]:
-    """Describes the model as Anthropic's API does where its version header asks, else as OpenAI's."""
+    """Describes the model in the form of Anthropic's API if the request has its version header, else in OpenAI's."""
     if OF_ANTHROPIC in request.headers:
         of_anthropic = {"type": "model", "display_name": service.model, "created_at": "1970-01-01T00:00:00Z"}
         return {"id": service.model, **of_anthropic, "max_input_tokens": service.limits.max_context_tokens}
@@ -283,7 +302,7 @@ async def _refuse(request: Request, refused: RequestRefused) -> Response:
 
 
 async def _refuse_http(request: Request, error: HTTPException) -> Response:
-    """Of a path that there is not, or a method that it has not."""
+    """Answers a request for an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     return await _refuse(request, RequestRefused(HTTPStatus(error.status_code), message))
 
@@ -298,18 +317,18 @@ async def _fail(request: Request, error: Exception) -> Response:
     )
 
 
-# The endpoint's web server, in a thread of its own beside the one that steps the engine.
+# The web server. It has its own thread, beside the thread of the engine.
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10
-"""For requests that are being answered when the server stops."""
+"""Seconds for requests that are being answered when the server stops."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """`token` opens sessions and uses all of them; None: whoever reaches the port may."""
+    """Settings of an endpoint. `token` opens sessions and gives access to all. None gives it to every client."""
 
     rules: SamplingRules
     limits: RequestLimits
@@ -317,20 +336,20 @@ class EndpointSettings:
     token: str | None
     host: str = "127.0.0.1"
     port: int = 0
-    """0: one that is free."""
+    """TCP port. 0 takes a free one."""
     answers_passers_by: bool = False
-    """Whether requests outside of a session are answered, from whoever may open sessions."""
+    """Whether requests outside of a session are answered, for clients that may open sessions."""
     seed: int = 0
     first_sample_id: int = 0
     end_tokens: Collection[int] = ()
-    """What ends a turn in chats, beside what the tokenizer and its template say."""
+    """Further tokens that end a turn in chats, in addition to those of the tokenizer and its template."""
 
 
 class EndpointServer:
-    """Serves `turns` over HTTP from `start` to `stop`. All methods may be called from any thread but its own.
+    """Serves `turns` over HTTP from `start` to `stop`. Methods may be called from all threads except the server's own.
 
-    `on_end` gets every session when it has ended, in the server's thread. With `control` the owner of `settings.token`
-    may have the engine load other weights.
+    `on_end` receives every ended session, in the server's thread. With `control` a client with `settings.token` may
+    have the engine load other weights.
     """
 
     def __init__(
@@ -377,21 +396,22 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
+        """The server's base URL."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}"
 
     def start(self) -> None:
-        """Returns once requests are answered."""
+        """Starts the thread. Returns once requests are answered."""
         self._thread.start()
         if not self._is_listening.wait(START_TIMEOUT_S):
             raise RuntimeError(f"the endpoint's server has not started within {START_TIMEOUT_S:g} s")
 
     def open_session(self, metadata: object = None, seed: int | None = None) -> Opened:
-        """Raises Refused where there are as many as may be."""
+        """Opens a session. Raises RequestRefused if too many are open."""
         return self._call(lambda: self._sessions.open(metadata, seed))
 
     def end_session(self, number: str, by: str, status: Status | None = None, reward: float | None = None) -> None:
-        """Where it is open still; `on_end` gets it."""
+        """Ends the session if it is open. `on_end` receives it."""
 
         def end() -> None:
             if (session := self._sessions.find(number)) is not None:
@@ -402,7 +422,7 @@ class EndpointServer:
         self._call(end)
 
     def stop(self) -> None:
-        """Ends all sessions, and the thread."""
+        """Ends all sessions and the thread."""
         if self._thread.is_alive():
             self._call(lambda: self._sessions.end_all("the server stops"))
             self._server.should_exit = True
@@ -418,15 +438,15 @@ class EndpointServer:
         await self._server.serve(sockets=[self._socket])
 
     def _call(self, action: Callable[[], T]) -> T:
-        """`action` in the server's thread."""
+        """Runs `action` in the server's thread and returns its result."""
         if self._loop is None or not self._thread.is_alive():
-            raise RuntimeError("the endpoint's server does not run")
+            raise RuntimeError("the endpoint's server is not running")
         result: Future[T] = Future()
 
         def act() -> None:
             try:
                 result.set_result(action())
-            except Exception as error:  # noqa: BLE001 - it is raised again where `action` was asked for
+            except Exception as error:  # noqa: BLE001 - it is raised again in the caller's thread
                 result.set_exception(error)
 
         self._loop.call_soon_threadsafe(act)
@@ -440,5 +460,5 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"the endpoint cannot listen at {host}, port {port}: {error.strerror}; expected an address of this machine "
-            "and a port that nobody uses, or 0 for one that is free"
+            "and a free port, or 0 to take any"
         ) from error

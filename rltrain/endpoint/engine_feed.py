@@ -1,4 +1,4 @@
-"""Turns between a server's thread and the thread that steps an engine."""
+"""Turns on their way between a server's thread and the thread of an engine."""
 
 import asyncio
 import threading
@@ -12,26 +12,26 @@ from rltrain.rollout.engine import Engine, SamplingParams, StopStrings, Tokenize
 from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 
-# What a server of requests asks of whoever holds an engine: to draw turns of conversations.
+# The requests of a server to the thread with the engine.
 
 Progress = Callable[[Sample], None]
-"""Is given the sample of a turn with what has been drawn of it so far."""
+"""Called with the sample of a running turn and its tokens so far."""
 
 
 class EngineGone(Exception):  # noqa: N818 - names what happened
-    """Nobody draws turns any more: the job ends, or the engine has failed. The message says why."""
+    """No further turns are generated, because the job ends or the engine has failed. The message has the reason."""
 
 
 class EngineBusy(Exception):  # noqa: N818
-    """As many turns are under way as there may be."""
+    """The most turns allowed are under way."""
 
 
-# Turns on their way from a server's thread to the thread that steps an engine, and back.
+# The mailbox between a server's thread and the thread of an engine.
 
 
 @dataclass(frozen=True)
 class _Waiter:
-    """Who waits for a turn: a future of an event loop in another thread."""
+    """The waiting side of a turn: a future in an event loop of another thread."""
 
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Sample]"
@@ -39,9 +39,10 @@ class _Waiter:
 
 
 class EngineMailbox:
-    """Draws turns for coroutines of any thread: all that a server of requests knows of engines. `take`, `deliver`,
-    `report`, `fail` and `wait` are for the one that steps the engine. At most `max_turns` are under way; a turn is,
-    until it is delivered or given up.
+    """Generates turns for coroutines of any thread.
+
+    The engine's thread calls `take`, `deliver`, `report`, `fail` and `wait`. At most `max_turns` are under way; a turn
+    is under way until it is delivered, failed or given up.
     """
 
     def __init__(self, max_turns: int) -> None:
@@ -56,13 +57,13 @@ class EngineMailbox:
 
     @property
     def num_turns(self) -> int:
-        """Under way."""
+        """Number of turns under way."""
         return len(self._waiters)
 
     async def draw(self, turn: PendingTurn, progress: Progress | None = None) -> Sample:
-        """The turn's sample when the turn has ended. Cancelling gives the turn up.
+        """Returns the turn's sample at the end of the turn. Cancellation gives the turn up.
 
-        Raises EngineGone, EngineBusy, and ValueError where a turn of the same sample is under way.
+        Raises EngineGone, EngineBusy, or ValueError if a turn of the same sample is under way.
         """
         number, loop = turn.sample.id, asyncio.get_running_loop()
         waiter = _Waiter(loop, loop.create_future(), progress)
@@ -82,12 +83,12 @@ class EngineMailbox:
             raise
 
     def forget(self, ids: Collection[int]) -> None:
-        """The samples with these ids have no further turn: nothing need be kept for one."""
+        """Declares that the samples with these ids have no further turn. The engine may free what it keeps for them."""
         with self._changed:
             self._forgotten.update(ids)
 
     def take(self) -> Mail:
-        """What has come since the last call."""
+        """Returns the turns, withdrawals and finished ids that arrived since the last call."""
         with self._changed:
             mail = Mail(tuple(self._new.values()), frozenset(self._given_up), frozenset(self._forgotten))
             self._new.clear()
@@ -96,33 +97,33 @@ class EngineMailbox:
         return mail
 
     def wait(self, timeout_s: float) -> bool:
-        """Until there is something to take, somebody wakes it, or for `timeout_s`; whether there is or did."""
+        """Waits up to `timeout_s` for news or a call of `wake`. Returns whether one came."""
         with self._changed:
             looked = bool(self._changed.wait_for(self._has_news, timeout_s))
             self._is_woken = False
         return looked
 
     def wake(self) -> None:
-        """End the wait."""
+        """Ends the current or next `wait`."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def deliver(self, samples: Sequence[Sample]) -> None:
-        """The turns of these samples have ended. One that was given up in the meantime is passed over."""
+        """Ends the turns of these samples. Ignores turns given up in the meantime."""
         with self._changed:
             found = [(sample, self._waiters.pop(sample.id, None)) for sample in samples]
             self._given_up -= {sample.id for sample in samples}
         _call(found, lambda waiter, sample: _resolve(waiter.future, sample))
 
     def report(self, samples: Sequence[Sample]) -> None:
-        """What has been drawn so far of turns that go on."""
+        """Reports the tokens so far of running turns."""
         with self._changed:
             found = [(sample, self._waiters.get(sample.id)) for sample in samples]
         _call(found, _tell)
 
     def fail(self, errors: Mapping[int, Exception]) -> None:
-        """These samples' turns cannot be drawn."""
+        """Ends the turns of these samples with errors."""
         with self._changed:
             found = [(error, self._waiters.pop(number, None)) for number, error in errors.items()]
             self._given_up -= errors.keys()
@@ -131,7 +132,7 @@ class EngineMailbox:
                 _in_loop(waiter.loop, partial(_reject, waiter.future, error))
 
     def close(self, reason: str) -> None:
-        """Nothing is drawn from now on: all that wait, and all that come, are told so. May be called again."""
+        """Ends all turns under way, and refuses new ones, with EngineGone(`reason`). May be called again."""
         with self._changed:
             self._ending = self._ending or reason
             numbers = [*self._waiters]
@@ -168,7 +169,7 @@ def _reject(future: "asyncio.Future[Sample]", error: Exception) -> None:
 
 
 def _call(found: Sequence[tuple[Sample, _Waiter | None]], action: Callable[[_Waiter, Sample], None]) -> None:
-    """`action(waiter, sample)` in each waiter's own loop, which is woken once for all of its samples."""
+    """Calls `action(waiter, sample)` in each waiter's own event loop. Wakes each loop once for all its samples."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Sample]]] = {}
     for sample, waiter in found:
         if waiter is not None:
@@ -185,30 +186,30 @@ def _call(found: Sequence[tuple[Sample, _Waiter | None]], action: Callable[[_Wai
 def _in_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
     try:
         loop.call_soon_threadsafe(action)
-    except RuntimeError:  # the loop has been closed: whoever waited there is gone
+    except RuntimeError:  # a closed loop has no waiters
         if not loop.is_closed():
             raise
 
 
-# Turns of an endpoint on an engine: the side of whoever steps it.
+# The engine's side of the mailbox.
 
 PULSE_STEPS = 4
-"""Decode steps between two looks at what running turns have drawn: their stop strings, and what is told of them."""
+"""Decode steps between two checks of running turns, for stop strings and progress reports."""
 SLICE_STEPS = 64
-"""Decode steps after which turns of other sampling, where some wait, have theirs."""
+"""Decode steps after which waiting turns with other sampling parameters get the engine."""
 
 
 @dataclass
 class _StopSearch:
-    """Looks for a turn's stop strings in the tokens that it draws, each once."""
+    """A search for a turn's stop strings. Looks at each generated token once."""
 
     strings: StopStrings
     recent: deque[int]
     num_seen: int
-    """Response tokens, those before the turn included."""
+    """Number of response tokens already searched, including those before the turn."""
 
     def end_of(self, sample: Sample) -> int | None:
-        """How many response tokens there are once a string is complete."""
+        """Returns the number of response tokens at the end of the first complete stop string, or None."""
         while self.num_seen < len(sample.tokens):
             token = sample.tokens[self.num_seen]
             self.num_seen += 1
@@ -219,7 +220,7 @@ class _StopSearch:
 
 @dataclass
 class _Entry:
-    """A turn that was taken from the mailbox, and how far it has come when it was last off the engine."""
+    """A turn taken from the mailbox, and its sample when it was last off the engine."""
 
     turn: PendingTurn
     sample: Sample
@@ -228,40 +229,42 @@ class _Entry:
 
 @dataclass
 class EngineFeed:
-    """Implements `Guests`: the turns of a mailbox on `engine`, beside whatever else it draws.
+    """Runs the turns of a mailbox on `engine`, beside the engine's other samples. Implements `Guests`.
 
-    Before every decode step call `begin_step` with the `mail`, after it `end_step` with what the step returned; all by
-    the engine's one thread. Where somebody suspends the engine in between, `take_back` what was this feed's of it: it
-    goes on at the next `begin_step`. An engine draws with one SamplingParams at a time. Where others wait, turns take
-    turns by decode steps: so everybody gets on, and what is drawn does not depend on the clock. Whatever else is on the
-    engine must have the sampling of the turns.
+    Call `begin_step` with the `mail` before every decode step, and `end_step` with the finished samples after it. All
+    calls come from the engine's thread. If another caller suspends the engine, pass the samples to `take_back`. They
+    continue at the next `begin_step`.
 
-    All ranks of an engine have one, and begin a step with equal mail. The mailbox is the first one's, which alone looks
-    for stop strings of turns: what it finds ended it gives up for the others in its next mail.
+    An engine uses one SamplingParams at a time. If turns with others wait, the groups of equal parameters alternate by
+    decode steps. So all of them progress, and the generated tokens do not depend on time. Other samples on the engine
+    must have the sampling of the turns.
+
+    Every rank of an engine has a feed and begins a step with equal mail. Only the first rank has the mailbox and
+    searches for stop strings. Its next mail withdraws the stopped turns on all ranks.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     mailbox: EngineMailbox | None = None
-    """None: this is not the engine's first rank."""
+    """The mailbox on the engine's first rank, None on others."""
     slice_steps: int = SLICE_STEPS
     _waiting: dict[SamplingParams, deque[_Entry]] = field(default_factory=dict)
-    """Not on the engine, by sampling; those that are served next come first."""
+    """Turns off the engine, by sampling. The sampling served next comes first."""
     _running: dict[int, _Entry] = field(default_factory=dict)
     _sampling: SamplingParams | None = None
-    """Of what runs."""
+    """Sampling of the running turns."""
     _cut: set[int] = field(default_factory=set)
-    """Turns that have been delivered, and that the engine has yet to be rid of."""
+    """Delivered turns that the engine still runs."""
     _num_steps: int = 0
     _slice_end: int = 0
 
     @property
     def num_turns(self) -> int:
-        """Taken from the mailbox and not ended."""
+        """Number of turns taken from the mailbox and not ended."""
         return len(self._running) + sum(map(len, self._waiting.values()))
 
     def mail(self) -> Mail | None:
-        """As `Guests` says."""
+        """Returns the news for the next decode step, or None if there is nothing to do. See `Guests`."""
         assert self.mailbox is not None, "the engine's first rank is asked"
         come = self.mailbox.take()
         mail = replace(come, given_up=come.given_up | self._cut)
@@ -269,7 +272,7 @@ class EngineFeed:
         return mail if mail or self.num_turns else None
 
     def begin_step(self, mail: Mail) -> None:
-        """Give the engine what it is to draw."""
+        """Submits, withdraws and forgets samples on the engine, as the mail asks."""
         if mail.given_up:
             self._drop(mail.given_up)
         if mail.forgotten:
@@ -286,7 +289,7 @@ class EngineFeed:
             self._submit(self._waiting.pop(self._sampling), self._sampling)
 
     def end_step(self, finished: Iterable[Sample]) -> list[Sample]:
-        """Deliver the turns that are among `finished`; those that are not this feed's."""
+        """Delivers the turns among `finished`. Returns the samples of others."""
         self._num_steps += 1
         own, foreign = [], []
         for sample in finished:
@@ -303,14 +306,14 @@ class EngineFeed:
         return foreign
 
     def fail_running(self) -> None:
-        """The engine has given up all that ran, since none of it was finite: deliver it as failed."""
+        """Delivers all running turns as failed, after the engine dropped them for log-probs that are not finite."""
         lost, self._running = self._running, {}
         if self.mailbox is not None:
             entries = (entry for number, entry in lost.items() if number not in self._cut)
             self.mailbox.deliver([replace(entry.sample, status=Status.FAILED) for entry in entries])
 
     def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
-        """The engine has given these back unfinished; those that are not this feed's."""
+        """Queues turns again that the engine returned unfinished. Returns the samples of others."""
         back, foreign = deque[_Entry](), []
         for sample in samples:
             entry = self._running.pop(sample.id, None)
@@ -328,7 +331,7 @@ class EngineFeed:
     def _submit(self, entries: Collection[_Entry], sampling: SamplingParams) -> None:
         try:
             self.engine.submit([entry.sample for entry in entries], sampling)
-        except (DataError, ValueError) as error:  # one of them alone can be refused, and none has been queued
+        except (DataError, ValueError) as error:  # one sample is refused, and none is queued
             if len(entries) == 1:
                 if self.mailbox is not None:
                     self.mailbox.fail({entry.sample.id: error for entry in entries})
@@ -350,7 +353,7 @@ class EngineFeed:
                 del self._waiting[sampling]
 
     def _look(self, mailbox: EngineMailbox) -> None:
-        """Tell what is watched, and end what has drawn a stop string of its own."""
+        """Reports the progress of watched turns, and ends turns with a complete stop string."""
         going_on_here = [(n, entry) for n, entry in self._running.items() if n not in self._cut]
         looked_at = [n for n, entry in going_on_here if entry.turn.is_watched or entry.search is not None]
         going_on, ended = [], []
@@ -373,7 +376,7 @@ class EngineFeed:
 
 
 def _ended(entry: _Entry, sample: Sample) -> Sample | None:
-    """`sample` as one of its turn's own stop strings ends it; None where it has drawn none of them."""
+    """Returns `sample` cut after the first of its turn's stop strings, or None if there is none."""
     end = entry.search.end_of(sample) if entry.search is not None else None
     if end is None:
         return None

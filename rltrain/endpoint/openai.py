@@ -29,18 +29,20 @@ from rltrain.endpoint.service import (
 )
 from rltrain.endpoint.session import Asked, Session
 
-# Fields that OpenAI's chat completions and completions have in common, and what is made of them.
+# Common fields of OpenAI's chat completions and completions.
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 
 
 class StreamOptions(Body):
+    """The field stream_options."""
+
     include_usage: bool = False
 
 
 class DrawingFields(SamplingFields):
-    """How turns are drawn."""
+    """Fields for the generation of turns."""
 
     model: str = ""
     n: TokenCount = 1
@@ -50,19 +52,17 @@ class DrawingFields(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
-    """As vLLM has it, and the next one: these end a turn, beside the model's own unless those are ignored."""
+    """vLLM's fields: further tokens that end a turn. `ignore_eos` disables the model's own ones."""
     ignore_eos: bool = False
     return_token_ids: bool = False
-    """As vLLM has it: answers carry the ids of their tokens, and of the prompt's."""
+    """vLLM's field: whether answers include the token ids of prompt and response."""
     response_format: Mapping[str, Any] | None = None
 
     def asked(self, service: Service, *, max_tokens: int | None = None) -> Asked:
-        """Raises Refused for what would draw otherwise than an engine here does."""
+        """Returns the settings of the turns. Raises RequestRefused for unsupported wishes."""
         self.refuse_unknown(service.rules)
         if self.stream_options is not None and not self.stream:
-            raise invalid(
-                "stream_options: got some without stream; expected stream: true beside them", "stream_options"
-            )
+            raise invalid("stream_options: got a value without stream; expected stream: true with it", "stream_options")
         if (self.response_format or {}).get("type", "text") != "text":
             raise invalid(
                 f"response_format: got {self.response_format}; only type text is supported", "response_format"
@@ -84,15 +84,15 @@ class DrawingFields(SamplingFields):
 
 
 def ends_of_turns(own: Sequence[int], given: Sequence[int] | None, *, ignore_eos: bool) -> tuple[int, ...] | None:
-    """Returns the tokens that end a turn: the model's `own` unless `ignore_eos`, and those of the request. Returns None
-    where the request says nothing of them."""
+    """Returns the tokens that end a turn: the request's, and the model's `own` unless `ignore_eos`. Returns None if the
+    request has neither field."""
     if given is None and not ignore_eos:
         return None
     return tuple(dict.fromkeys([*(() if ignore_eos else own), *(given or ())]))
 
 
 def stop_strings_of(stop: str | Sequence[str] | None, param: str) -> tuple[str, ...]:
-    """Raises Refused for an empty one, and for too many."""
+    """Returns the stop strings as a tuple. Raises RequestRefused if one is empty, or if there are too many."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > MAX_STOP_STRINGS or not all(strings):
         raise invalid(f"{param}: expected at most {MAX_STOP_STRINGS} strings, none of them empty", param)
@@ -100,13 +100,14 @@ def stop_strings_of(stop: str | Sequence[str] | None, param: str) -> tuple[str, 
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Returns the numbers of prompt and response tokens in OpenAI's form."""
     prompt = sum(len(answer.choices[0].context) for answer in answers)
     drawn = sum(len(choice.tokens) for answer in answers for choice in answer.choices)
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
 def head(prefix: str, kind: str, service: Service) -> dict[str, Any]:
-    """What every answer and every piece of one begins with."""
+    """Returns the common first fields of answers and of their pieces."""
     name = f"{prefix}-{secrets.token_hex(12)}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.model}
 
@@ -115,7 +116,7 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 
 
 def openai_error(refused: RequestRefused) -> dict[str, Any]:
-    """In the form that OpenAI's clients read."""
+    """Returns the error in OpenAI's form."""
     kind = ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
@@ -124,6 +125,8 @@ def openai_error(refused: RequestRefused) -> dict[str, Any]:
 
 
 class ChatRequest(DrawingFields):
+    """The body of POST /v1/chat/completions."""
+
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -133,14 +136,14 @@ class ChatRequest(DrawingFields):
     top_logprobs: int | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, as vLLM and SGLang take them."""
+    """Variables of the chat template, as in vLLM and SGLang."""
 
     def opening(self, service: Service) -> ChatOpening:
-        """Raises Refused."""
+        """Returns the chat as a prompt. Raises RequestRefused."""
         if self.functions:
             raise unsupported("functions", "a list", "tools")
         if self.top_logprobs:
-            raise unsupported("top_logprobs", self.top_logprobs, "0: only drawn tokens' log-probs are known")
+            raise unsupported("top_logprobs", self.top_logprobs, "0: only the sampled tokens' log-probs are known")
         if self.modalities not in (None, ["text"]):
             raise unsupported("modalities", self.modalities, '["text"]')
         return service.chat(self.messages, offered(self.tools, self.tool_choice, service), self.chat_template_kwargs)
@@ -149,8 +152,11 @@ class ChatRequest(DrawingFields):
 def offered(
     tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, service: Service
 ) -> list[dict[str, Any]]:
-    """The tools that the model is told of. Nothing makes it call one: where that is asked for, Refused unless the run's
-    own way of drawing overrides requests. Raises Refused too for a tool that is no function with a name."""
+    """Returns the tools shown to the model.
+
+    No engine can force a tool call. Raises RequestRefused if `choice` asks for one, unless the run's sampling overrides
+    requests. Raises RequestRefused if a tool is not a function with a name.
+    """
     for tool in tools or ():
         function = tool.get("function")
         if tool.get("type", "function") != "function":
@@ -163,6 +169,7 @@ def offered(
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
+    """POST /v1/chat/completions: answers a chat, whole or as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, ChatRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service, max_tokens=asked.max_completion_tokens)
@@ -190,7 +197,7 @@ def _completion(answer: Answer, asked: ChatRequest, service: Service) -> dict[st
 
 
 def message_of(reply: Reply) -> dict[str, Any]:
-    """The assistant's, as OpenAI writes it."""
+    """Returns the assistant's message in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -241,14 +248,16 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-# OpenAI's completions: POST /v1/completions, of texts or token ids.
+# OpenAI's completions of texts or token ids: POST /v1/completions.
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 class CompletionRequest(DrawingFields):
+    """The body of POST /v1/completions."""
+
     prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
     echo: bool = False
     suffix: str | None = None
@@ -257,7 +266,7 @@ class CompletionRequest(DrawingFields):
     add_special_tokens: bool = True
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Raises Refused."""
+        """Returns the prompts, one per answer. Raises RequestRefused."""
         if self.echo or self.suffix:
             raise unsupported("echo" if self.echo else "suffix", self.echo or self.suffix, "none")
         if not self.add_special_tokens:
@@ -265,7 +274,7 @@ class CompletionRequest(DrawingFields):
         if self.best_of not in (None, self.n):
             raise unsupported("best_of", self.best_of, f"n = {self.n}")
         if self.logprobs not in (None, 0, 1):
-            raise unsupported("logprobs", self.logprobs, "0 or 1: only drawn tokens' log-probs are known")
+            raise unsupported("logprobs", self.logprobs, "0 or 1: only the sampled tokens' log-probs are known")
         given = self.prompt
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         if len(prompts) > MAX_PROMPTS:
@@ -276,6 +285,7 @@ class CompletionRequest(DrawingFields):
 
 
 async def completions(service: Service, request: Request) -> Response:
+    """POST /v1/completions: answers each prompt, whole or, for a single prompt, as a stream."""
     session = session_of(service, request)
     asked, body = await read_json(request, CompletionRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service, max_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS)
@@ -341,13 +351,15 @@ async def _completion_chunks(answer: Answer, asked: CompletionRequest, service: 
     yield "[DONE]"
 
 
-# OpenAI's responses, the simple ones: POST /v1/responses with text, messages and functions; previous_response_id
+# A subset of OpenAI's responses: POST /v1/responses with text, messages and functions, and with previous_response_id
 # within a session.
 
 MESSAGE_PARTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRequest(SamplingFields):
+    """The body of POST /v1/responses."""
+
     model: str = ""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
@@ -362,11 +374,11 @@ class ResponsesRequest(SamplingFields):
     include: list[str] | None = None
 
     def asked(self, service: Service) -> Asked:
-        """Raises Refused."""
+        """Returns the settings of the turn. Raises RequestRefused."""
         self.refuse_unknown(service.rules)
         for included in self.include or ():
             if "logprobs" in included:
-                raise unsupported("include", included, "none of log-probs, which /v1/chat/completions gives")
+                raise unsupported("include", included, "no log-probs; /v1/chat/completions returns them")
         if self.background:
             raise unsupported("background", True, "false")
         if self.conversation is not None:
@@ -380,12 +392,12 @@ class ResponsesRequest(SamplingFields):
         return Asked(sampling, max_tokens=self.max_output_tokens, is_watched=self.stream)
 
     def opening(self, service: Service, session: Session) -> ChatOpening:
-        """Raises Refused."""
+        """Returns the chat as a prompt. Raises RequestRefused."""
         before: Sequence[Mapping[str, Any]] = ()
         if self.previous_response_id is not None:
             before = _messages_until(session, self.previous_response_id)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        if system:  # those of the response before do not hold any more, as OpenAI has it
+        if system:  # as in OpenAI's API, they replace the earlier response's instructions
             before = [message for message in before if message["role"] != "system"]
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
         tools = offered([_function(tool) for tool in self.tools or ()], self.tool_choice, service)
@@ -412,7 +424,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A list of input items as chat messages. Raises Refused."""
+    """Returns input items as chat messages. Raises RequestRefused."""
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -450,6 +462,7 @@ def _output_of(output: object) -> str:
 
 
 async def responses(service: Service, request: Request) -> Response:
+    """POST /v1/responses: answers a chat, whole or as a stream, and keeps the response in the session."""
     session = session_of(service, request)
     asked, body = await read_json(request, ResponsesRequest, service.limits.max_body_bytes)
     wanted = asked.asked(service)
@@ -465,7 +478,7 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 def _shell(name: str, asked: ResponsesRequest, service: Service) -> dict[str, Any]:
-    """All of a response but what is drawn."""
+    """Returns a response object without output."""
     return {
         "id": name,
         "object": "response",

@@ -1,4 +1,4 @@
-"""What a request goes on from: a turn in a session's trajectories, or the beginning of one."""
+"""Prompts of requests, and the earlier turns that they continue."""
 
 import hashlib
 import json
@@ -21,25 +21,25 @@ from rltrain.rollout.sample import Sample, Status
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Texts of tokens and tokens of texts, outside of chats.
+# Conversion between texts and token ids, outside of chats.
 
 
 class TokenText:
-    """Implements `rollout.stop_strings.Tokenizer` as well."""
+    """A tokenizer for plain text. Implements `rollout.engine.Tokenizer` too."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, begins: bool) -> tuple[int, ...]:
-        """`begins`: with what the tokenizer puts before a text, if anything."""
+        """Returns the token ids of `text`. `begins` adds the special tokens that the tokenizer puts before a text."""
         return tuple(self._tokenizer(text, add_special_tokens=begins)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], /) -> str:
-        """Without special tokens."""
+        """Returns the text of the ids without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def standing(self, token_ids: Sequence[int]) -> str:
-        """Returns the beginning of the text that stays, whatever tokens follow."""
+        """Returns the beginning of the text that further tokens cannot change."""
         return self.decode(settled(self._tokenizer, token_ids, self._special)).rstrip(UNFINISHED_CHARACTER)
 
     @cached_property
@@ -47,40 +47,42 @@ class TokenText:
         return special_tokens(self._tokenizer)
 
     def spelling(self, token: int) -> str:
-        """Of one token by itself, special or not."""
+        """Returns the text of a single token, even a special one."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
-# What was said in a session, token by token: trajectories that branch where a conversation does.
+# The record of a session, as trajectories of token ids. A trajectory branches if its conversation does.
 
 
 @dataclass(frozen=True)
 class PlaceOfTurn:
-    """The place behind a trajectory's turn number `turn`, of 0, 1, ..."""
+    """The end of turn number `turn` (from 0) of a trajectory."""
 
     trajectory: "SessionTrajectory"
     turn: int
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens up to here."""
+        """Number of response tokens up to here."""
         return self.trajectory.sample.turns[self.turn]
 
     @property
     def context(self) -> tuple[int, ...]:
+        """Prompt and response tokens up to here."""
         return self.trajectory.sample.prompt + self.trajectory.sample.tokens[: self.num_tokens]
 
     @property
     def turn_tokens(self) -> tuple[int, ...]:
-        """What the model drew in this turn."""
+        """The tokens that the model generated in this turn."""
         return self.sample().last_turn
 
     @property
     def is_tip(self) -> bool:
+        """Whether this is the trajectory's last turn."""
         return self.turn == len(self.trajectory.sample.turns) - 1
 
     def sample(self) -> Sample:
-        """As it stood here, the turn ended; whatever followed is left out."""
+        """Returns the sample at the end of this turn, without later turns."""
         whole, turn = self.trajectory.sample, self.turn + 1
         cut = whole.first(self.num_tokens)
         return replace(cut, turns=whole.turns[:turn], turn_rewards=whole.turn_rewards[:turn])
@@ -88,15 +90,15 @@ class PlaceOfTurn:
 
 @dataclass(eq=False)
 class SessionTrajectory:
-    """`sample` holds its ids, masks, log-probs, versions and turns; between turns it has the status of the last one."""
+    """A trajectory of a session. Between turns `sample` has the status of its last turn."""
 
     sample: Sample
     parent: int | None = None
-    """The id of the trajectory's sample that it branches from."""
+    """Sample id of the parent trajectory, or None."""
     num_shared_tokens: int = 0
-    """Response tokens that the parent has as well; they count as drawn there alone."""
+    """Number of response tokens shared with the parent. Only the parent trains on these."""
     rewards: dict[int, float] = field(default_factory=dict)
-    """By turn."""
+    """Rewards by turn."""
 
     @property
     def id(self) -> int:
@@ -104,11 +106,14 @@ class SessionTrajectory:
 
     @property
     def num_drawn_tokens(self) -> int:
-        """Here, not in a parent."""
+        """Number of tokens generated in this trajectory, without those shared with the parent."""
         return sum(self.sample.loss_mask[self.num_shared_tokens :])
 
     def finished(self, status: Status | None = None) -> "RecordedTrajectory":
-        """As it is to be trained on: every token that was drawn is masked in at the one trajectory that drew it."""
+        """Returns the trajectory for training. Every generated token is in the loss mask of exactly one trajectory.
+
+        `status` replaces the sample's own.
+        """
         sample = self.sample
         mask = (*[False] * self.num_shared_tokens, *sample.loss_mask[self.num_shared_tokens :])
         num_rewarded = max(self.rewards, default=-1) + 1
@@ -126,7 +131,8 @@ class SessionTrajectory:
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """`sample` is never pending. `num_shared_tokens` of its response are its parent's, by the sample's id."""
+    """A finished trajectory. Its sample is never pending. The first `num_shared_tokens` response tokens belong to
+    `parent`, a sample id."""
 
     sample: Sample
     parent: int | None
@@ -135,21 +141,21 @@ class RecordedTrajectory:
 
 @dataclass(frozen=True)
 class RecordedSession:
-    """What became of an episode."""
+    """The record of an episode."""
 
     id: str
     metadata: object
-    """What it was opened with."""
+    """The metadata given when the session was opened."""
     trajectories: tuple[RecordedTrajectory, ...]
-    """In the order in which they began. None: nothing was drawn to its end."""
+    """Trajectories in the order of their beginnings. Empty if no turn was finished."""
     reward: float | None
-    """Of the episode, beside the turns' own; None: nobody has said."""
+    """Reward of the episode, in addition to rewards of turns. None if none was set."""
     ended_by: str
-    """finish, close, or the limit that it ran into."""
+    """The reason for the end, such as "finish", "DELETE" or a limit."""
 
 
 class SampleIds:
-    """Numbers of samples, each given once."""
+    """A counter for ids of samples."""
 
     def __init__(self, first: int = 0) -> None:
         self._numbers = count(first)
@@ -158,13 +164,13 @@ class SampleIds:
         return next(self._numbers)
 
 
-# What a session has seen, so that a request finds the turn that it goes on from.
+# The index of a session's turns. A request finds the turn there that it continues.
 
 ChatKey = bytes
 
 
 class History:
-    """The ends of a session's turns: by the messages up to there, by the text, by the ids. Of equal ones the first."""
+    """The ends of a session's turns, by messages, text and ids. Of equal ones the first is kept."""
 
     def __init__(self) -> None:
         self._ends: list[PlaceOfTurn] = []
@@ -172,7 +178,7 @@ class History:
         self._by_text: dict[str, PlaceOfTurn] = {}
 
     def add(self, end: PlaceOfTurn, *, key: ChatKey | None = None, text: str | None = None) -> None:
-        """A turn has ended; `key` of the messages up to it, or the `text`, is how it can be found besides by ids."""
+        """Adds the end of a turn. It is found by its ids, and also by `key` of its messages or by `text` if given."""
         self._ends.append(end)
         if key is not None:
             self._by_messages.setdefault(key, end)
@@ -180,19 +186,19 @@ class History:
             self._by_text.setdefault(text, end)
 
     def after_messages(self, keys: Sequence[ChatKey]) -> tuple[PlaceOfTurn | None, int]:
-        """(the last turn that these messages contain, how many of the messages there are up to it)."""
+        """Returns the last turn among these messages and the number of messages up to it."""
         for length in range(len(keys) - 1, 0, -1):
             if (end := self._by_messages.get(keys[length])) is not None:
                 return end, length
         return None, 0
 
     def after_text(self, text: str) -> tuple[PlaceOfTurn | None, int]:
-        """(the turn whose text is the longest that `text` goes on from, the length of that)."""
+        """Returns the turn with the longest text that is a prefix of `text`, and the length of that text."""
         found = max((known for known in self._by_text if text.startswith(known)), key=len, default=None)
         return (None, 0) if found is None else (self._by_text[found], len(found))
 
     def after_ids(self, ids: Sequence[int]) -> tuple[PlaceOfTurn | None, int]:
-        """(the turn whose ids are the most that `ids` go on from, how many these are)."""
+        """Returns the turn with the most ids that are a prefix of `ids`, and their number."""
         best: tuple[PlaceOfTurn | None, int] = None, 0
         given = tuple(ids)
         for end in self._ends:
@@ -206,7 +212,7 @@ class History:
 
 
 def chat_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[ChatKey]:
-    """One for each first 0, 1, ... messages: equal for conversations that mean the same."""
+    """Returns a key for each prefix of the messages, from length 0. Equivalent conversations have equal keys."""
     keys = [_digest(b"", list(tools))]
     for message in messages:
         keys.append(next_key(keys[-1], message))
@@ -214,6 +220,7 @@ def chat_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -
 
 
 def next_key(key: ChatKey, message: Message) -> ChatKey:
+    """Returns the key of a prefix from the key of the messages before its last one."""
     return _digest(key, _canonical(message))
 
 
@@ -223,7 +230,7 @@ def _digest(before: ChatKey, value: object) -> ChatKey:
 
 
 def _canonical(message: Message) -> list[object]:
-    """What programs leave as it is when they send a message back to whom it came from."""
+    """Returns the parts of a message that clients leave unchanged when they send it back."""
     role, content = message.get("role"), text_of(message.get("content"))
     if role != "assistant":
         return [role, content, message.get("name")]
@@ -231,43 +238,43 @@ def _canonical(message: Message) -> list[object]:
     return [role, content.strip(), [[call.get("name"), arguments_of(call.get("arguments"))] for call in calls]]
 
 
-# What a request gives the model to go on from, and what is read out of the turn that it draws.
+# Prompts of all kinds of requests, and the reading of the turns generated for them.
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a turn says."""
+    """The parsed content of a turn."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     stop: str | None = None
-    """The request's own stop string that ended it; the text ends before it."""
+    """The request's stop string that ended the turn, or None. The text ends before it."""
 
 
 class Opening(ABC):
-    """A prompt in the form of one kind of request."""
+    """The prompt of a request, in one of several forms."""
 
     @abstractmethod
     def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
-        """(the turn that it goes on from, the tokens that follow its end); (None, all tokens) where it is a new one."""
+        """Returns the turn to continue and the tokens to append. Returns (None, all tokens) for a new trajectory."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
-        """What the turn's tokens say so far. No two turns have one `mark`."""
+        """Returns the content of the turn's tokens so far. `mark` is unique to the turn."""
 
     @abstractmethod
     def standing(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the beginning of an unfinished turn's text that `read` will begin with, whatever is drawn next."""
+        """Returns the beginning of an unfinished turn's text that further tokens cannot change."""
 
     @abstractmethod
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
-        """The turn that ended at `end` answered it with `reply`."""
+        """Records in `history` that the turn ending at `end` answered this prompt with `reply`."""
 
 
 @dataclass(frozen=True)
 class ChatOpening(Opening):
-    """Chat messages, with the format of the tools that the request offers."""
+    """Chat messages, with the chat format for the request's tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -275,18 +282,19 @@ class ChatOpening(Opening):
 
     @cached_property
     def keys(self) -> list[ChatKey]:
+        """A key for each prefix of the messages."""
         return chat_keys(self.tools, self.messages)
 
     @cached_property
     def call_ids(self) -> frozenset[str]:
-        """The ids of the calls in the messages."""
+        """The ids of tool calls in the messages."""
         calls = (call for message in self.messages for call in message.get("tool_calls") or ())
         return frozenset(id for call in calls if isinstance(id := call.get("id"), str))
 
     def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
         end, count = history.after_messages(self.keys)
         if end is not None:
-            with suppress(DataError):  # the template has no place for these messages behind a turn: it is begun anew
+            with suppress(DataError):  # the template cannot continue this turn, so start again
                 return end, self.format.continuation(end.turn_tokens, self.messages[count:])
         try:
             return None, self.format.prompt(self.messages)
@@ -309,7 +317,7 @@ class ChatOpening(Opening):
 
 @dataclass(frozen=True)
 class PlainOpening(Opening):
-    """A prompt that no chat template is applied to: what is drawn is text as it is."""
+    """A prompt without a chat template. The generated tokens are read as plain text."""
 
     tokens: TokenText
 
@@ -323,7 +331,7 @@ class PlainOpening(Opening):
 
 @dataclass(frozen=True)
 class TextOpening(PlainOpening):
-    """A text as it is."""
+    """A plain text prompt."""
 
     text: str
 
@@ -337,7 +345,7 @@ class TextOpening(PlainOpening):
 
 @dataclass(frozen=True)
 class IdsOpening(PlainOpening):
-    """Token ids."""
+    """A prompt of token ids."""
 
     ids: tuple[int, ...]
 
@@ -350,7 +358,7 @@ class IdsOpening(PlainOpening):
 
 
 def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """(`text` up to the first of the `stop` strings, which one that is)."""
+    """Returns `text` up to the first of the `stop` strings, and this string or None."""
     places = [(place, string) for string in stop if (place := text.find(string)) >= 0]
     if not places:
         return text, None

@@ -1,4 +1,4 @@
-"""The embedded engine on a checkpoint, and how it loads another one or what changed."""
+"""The embedded engine on a checkpoint, and updates of its weights by checkpoints or deltas."""
 
 import asyncio
 import threading
@@ -32,14 +32,16 @@ from rltrain.runtime.grid import Grid
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The embedded engine on a Hugging Face checkpoint, in a process that trains nothing.
+# The embedded engine on a Hugging Face checkpoint, in a process without training.
 
 
 @dataclass(frozen=True)
 class EngineSettings:
+    """Settings of an embedded engine on a checkpoint. `kv_cache_gb` bounds keys and values."""
+
     checkpoint: Path
     dtype: str
-    """float32, bfloat16, float16; auto: the checkpoint's."""
+    """float32, bfloat16 or float16. "auto" takes the checkpoint's dtype."""
     device: torch.device
     max_context_tokens: int
     max_running_requests: int
@@ -47,7 +49,7 @@ class EngineSettings:
 
 
 def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") -> EmbeddedEngine:
-    """On the whole checkpoint. Raises UserError where it cannot be served."""
+    """Returns an engine with the whole checkpoint on one device. Raises UserError if it cannot be served."""
     architecture = read_architecture(settings.checkpoint, "--checkpoint")
     dtype = dtype_of(settings)
     grid = Grid((0,))
@@ -75,7 +77,8 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
 
 
 def longest_context(checkpoint: Path, asked: int | None) -> int:
-    """`asked`, which the checkpoint's positions must allow; by default all of them, but no more than DEFAULT."""
+    """Returns the context length in tokens: `asked`, or by default the checkpoint's positions up to
+    DEFAULT_CONTEXT_TOKENS. Raises ConfigError if `asked` exceeds the checkpoint's positions."""
     architecture = read_architecture(checkpoint, "--checkpoint")
     if asked is not None and asked > architecture.max_positions:
         raise ConfigError(
@@ -89,7 +92,7 @@ DEFAULT_CONTEXT_TOKENS = 8192
 
 
 def dtype_of(settings: EngineSettings) -> str:
-    """Of the weights."""
+    """Returns the dtype of the weights by name."""
     if settings.dtype != "auto":
         return settings.dtype
     config = ConfigReader(settings.checkpoint / "config.json", config_key="--checkpoint").values
@@ -97,11 +100,12 @@ def dtype_of(settings: EngineSettings) -> str:
     return str(named).removeprefix("torch.")
 
 
-# What changed of a checkpoint, put into an engine's parameters in place.
+# Deltas, applied in place to an engine's parameters.
 
 
 def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:
-    """CheckpointError where it cannot be applied to version `held` of what lies as in `layout`."""
+    """Checks a delta before anything is written. Raises CheckpointError if it does not follow version `held`, or if its
+    tensors differ from those of `layout`."""
     try:
         described = delta.check(held)
     except form.DeltaRefused as refused:
@@ -111,14 +115,16 @@ def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:
         expected = tensors.shapes[tensors.numbers[name]] if name in tensors.numbers else None
         if tensor.shape != expected:
             raise CheckpointError(
-                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the model that is served "
+                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the served model "
                 f"has {'none of that name' if expected is None else list(expected)}"
             )
 
 
 def apply_delta(delta: form.Delta, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
-    """All of one that was checked. Raises CheckpointError where a tensor is then not what it was where the delta was
-    made: the parameters are then of no version."""
+    """Applies a checked delta to `parameters`.
+
+    Raises CheckpointError if a tensor's checksum differs afterwards. The parameters then belong to no version.
+    """
     mine = layout.on(layout.ranks[0])
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
     try:
@@ -134,7 +140,8 @@ def apply_delta(delta: form.Delta, layout: Layout, parameters: Mapping[str, Tens
 
 
 def _put(flat: Tensor, piece: Array, width: int, changed: form.Changed) -> None:
-    """What lies in a `piece` [PIECE] of the tensor, as a matrix `width` wide."""
+    """Writes the changed elements inside one piece. `piece` is a PIECE record of the tensor as a matrix of `width`
+    columns."""
     rows = changed.elements // width - int(piece["row"])
     columns = changed.elements % width - int(piece["col"])
     inside = (rows >= 0) & (rows < int(piece["rows"])) & (columns >= 0) & (columns < int(piece["cols"]))
@@ -143,7 +150,7 @@ def _put(flat: Tensor, piece: Array, width: int, changed: form.Changed) -> None:
 
 
 def _compare(flats: list[Tensor], pieces: Array, width: int, changed: form.Changed) -> None:
-    """By checksums, where parameters have every bit of the tensor's type."""
+    """Compares the tensor's checksum. Does nothing if the parameters' dtype cannot hold the tensor's values exactly."""
     held_type = flats[pieces[0]["parameter"]].dtype
     if torch.promote_types(held_type, changed.dtype) != held_type:
         return
@@ -152,17 +159,17 @@ def _compare(flats: list[Tensor], pieces: Array, width: int, changed: form.Chang
         held.view(-1, width)[within(piece)] = held_piece(flats, piece).to(changed.dtype)
     if checksum_of(held) != changed.checksum:
         raise CheckpointError(
-            f"model_path: {changed.name} is not what was sent once it is applied; expected weights that nobody else "
-            "changes"
+            f"model_path: after the delta was applied, {changed.name} differs from the sender's tensor. Expected "
+            "weights that only deltas change"
         )
 
 
-# Another checkpoint for a server's engine, asked for in the web server's thread, loaded in that of the engine.
+# Weight updates: requested in the web server's thread and loaded in the engine's thread.
 
 STARTED_WITH = "default"
-"""What SGLang calls weights that nobody has given a version."""
+"""SGLang's name for weights without a version."""
 NO_VERSION = "none: an update broke off"
-"""Of weights of which only a part is new."""
+"""The label of partly written weights."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +180,11 @@ class _Reload:
 
 
 class Reloads:
-    """What a server's owner may do with an engine that is stepped in another thread. `carry_out` is for that thread,
-    which `wake` has look at it."""
+    """Weight updates for an engine in another thread. That thread calls `carry_out`; `wake` makes it do so."""
 
     def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
         self.checkpoint = checkpoint
-        """That it has loaded last."""
+        """The whole checkpoint loaded last."""
         self._engine, self._wake = engine, wake
         self._architecture = read_architecture(checkpoint, "--checkpoint")
         self._layout = engine_layout(self._architecture, Grid((0,)), dtype=dtype)
@@ -188,14 +194,14 @@ class Reloads:
         self._lock = threading.Lock()
 
     def label(self, version: int | None = None) -> str:
-        """What the weights of a policy version are called, by default those that it has now."""
+        """Returns the label of the weights of a policy version, by default the current one."""
         return self._labels[self._version if version is None else version]
 
     async def reload(self, checkpoint: Path, label: str | None) -> None:
-        """Have it serve the weights of a checkpoint between two decode steps; what is under way goes on by them. The
-        folder may hold what changed since the version that is served.
+        """Has the engine serve a checkpoint, or a delta to the served version, between two decode steps.
 
-        UserError where they cannot be loaded: it keeps those that it has.
+        Running samples continue with the new weights. Raises UserError if the weights cannot be loaded. The engine then
+        keeps its weights, unless a checked delta failed while it was applied.
         """
         asked = _Reload(checkpoint, label, Future())
         with self._lock:
@@ -204,13 +210,13 @@ class Reloads:
         await asyncio.wrap_future(asked.done)
 
     def carry_out(self) -> None:
-        """What has been asked for since the last call. Between two steps."""
+        """Carries out the reloads requested since the last call. Must be called between two decode steps."""
         with self._lock:
             asked, self._asked = self._asked, []
         for one in asked:
             try:
                 self._load(one)
-            except Exception as error:  # noqa: BLE001 - it is raised again where the reload was asked for
+            except Exception as error:  # noqa: BLE001 - it is raised again in `reload`
                 one.done.set_exception(error)
             else:
                 one.done.set_result(None)
@@ -222,11 +228,11 @@ class Reloads:
             self._load_whole(asked)
 
     def _load_whole(self, asked: _Reload) -> None:
-        """All of it is read before anything is overwritten."""
+        """Loads a checkpoint. Reads all of it before it overwrites anything."""
         if read_architecture(asked.checkpoint, "model_path") != self._architecture:
             raise CheckpointError(
-                f"model_path: the model in {asked.checkpoint} has another architecture than the one that is served, "
-                f"{self.checkpoint}; expected the same: start another server for it"
+                f"model_path: the model in {asked.checkpoint} has another architecture than the served model, "
+                f"{self.checkpoint}; expected the same. Start another server for it"
             )
         layout = self._layout
         read = allocate_parameters(layout, 0, device=torch.device("cpu"))
@@ -237,7 +243,7 @@ class Reloads:
         self.checkpoint = asked.checkpoint
 
     def _apply(self, asked: _Reload) -> None:
-        """What changed since the version that is served, and which no other may be given; it is checked before."""
+        """Applies a delta to the served version, after checking it."""
         try:
             delta = form.Delta(asked.checkpoint)
         except form.DeltaRefused as refused:
@@ -252,7 +258,7 @@ class Reloads:
 
     @contextmanager
     def _update(self, label: str) -> Iterator[Mapping[str, Tensor]]:
-        """The engine's parameters, to be written; then they are called `label`, or where that fails of no version."""
+        """Yields the engine's parameters for writing. Afterwards they have `label`, or no version if writing failed."""
         version = self._version + 1
         self._engine.begin_update()
         self._labels[version] = NO_VERSION

@@ -1,4 +1,4 @@
-"""What all routes of the endpoint share: reading requests, and what the owner may do with the engine."""
+"""Shared parts of the endpoint's routes: reading requests, sessions, and the weight updates of the server's owner."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError, UserError
 from rltrain.rollout.delta_form import form
 
-# Fields of requests that this server does not know: harmless ones are taken, all others are refused by name.
+# Unknown fields of requests. Harmless ones are ignored and all others are refused by name.
 
 HARMLESS = frozenset({
     "cache_control", "cache_salt", "client_metadata", "inference_geo", "log_metrics", "max_tool_calls", "metadata",
@@ -34,13 +34,13 @@ HARMLESS = frozenset({
     "prompt_cache_retention", "request_id", "rid", "safety_identifier", "service_tier", "speed", "store",
     "stream_interval", "stream_options", "user", "user_profile_id",
 })  # fmt: skip
-"""These change neither what is drawn nor what an answer says."""
+"""Fields without effect on the generated tokens and on the answer."""
 WISHES = frozenset({
     "allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params", "frequency_penalty",
     "length_penalty", "logit_bias", "logits_processors", "min_new_tokens", "min_p", "min_tokens", "presence_penalty",
     "reasoning", "reasoning_effort", "repetition_penalty", "thinking_token_budget", "use_beam_search", "verbosity",
 })  # fmt: skip
-"""These say how tokens are drawn. Where the run's own way of drawing overrides requests, they are passed over."""
+"""Fields that change how tokens are sampled. They are ignored if the run's own sampling overrides requests."""
 TRUE_BY_DEFAULT = frozenset({
     "add_generation_prompt", "detokenize", "include_reasoning", "separate_reasoning", "skip_special_tokens",
     "spaces_between_special_tokens", "stream_reasoning",
@@ -62,13 +62,13 @@ NEUTRAL: Mapping[str, object] = {
     "top_logprobs_num": 0,
     "truncation": "disabled",
 }
-"""The values that ask for what every engine here does."""
+"""Values that ask for the only behaviour of the engines here."""
 
 
 def refuse_unknown(fields: Mapping[str, Any], rules: SamplingRules, where: str = "") -> None:
-    """Refuses the first field that would change what is drawn or answered; `where` precedes its name. Raises Refused.
+    """Refuses the first field that would change the generated tokens or the answer. `where` is a prefix for its name.
 
-    Null, false and empty values ask for nothing, except those of TRUE_BY_DEFAULT.
+    Null, false and empty values ask for nothing, except those of TRUE_BY_DEFAULT. Raises RequestRefused.
     """
     for name, value in fields.items():
         if name in HARMLESS or _asks_for_nothing(name, value):
@@ -88,7 +88,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     return value is None or value is False or value == "" or value == [] or value == {}
 
 
-# The form of chat messages, whichever API they come by.
+# Chat messages, in one form for all APIs.
 
 
 class FunctionFields(BaseModel):
@@ -103,7 +103,7 @@ class CallFields(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What else there is in it is the chat template's."""
+    """A chat message. Further fields are passed on to the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -116,7 +116,7 @@ _MESSAGES = TypeAdapter(list[ChatMessage])
 
 
 def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """With contents of text alone, and `system` for `developer`. Raises Refused."""
+    """Returns the messages with plain text as content and role `system` for `developer`. Raises RequestRefused."""
     try:
         _MESSAGES.validate_python(list(messages))
         made = [{**message, "content": text_of(message.get("content"))} for message in messages]
@@ -134,16 +134,18 @@ if TYPE_CHECKING:
 
     pass
 
-# What all routes of the endpoint share.
+# The state shared by all routes.
 
 KEPT_FORMATS = 64
-"""Chat formats of different tools."""
+"""Most chat formats kept, one per set of tools and template options."""
 
 
 @dataclass
 class Service:
-    """`model` is the name that answers carry, whatever name requests give. `answers_passers_by`: whoever may open
-    sessions may send requests outside of any as well, of which nothing is recorded."""
+    """The state shared by all routes. `model` is the model name in answers, for any name in requests.
+
+    With `answers_passers_by` the owner may also send requests outside of sessions. These are not recorded.
+    """
 
     sessions: Sessions
     rules: SamplingRules
@@ -152,16 +154,16 @@ class Service:
     model: str
     answers_passers_by: bool
     control: Reloads | None = None
-    """None: nobody may change what the engine serves."""
+    """Weight updates of the engine. None if they are not allowed."""
     end_tokens: Collection[int] = ()
-    """What ends a turn in chats, beside what the tokenizer and its template say."""
+    """Further tokens that end a turn in chats, in addition to those of the tokenizer and its template."""
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(self.tokenizer)
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
 
     def weight_version(self, policy_versions: Sequence[int]) -> dict[str, str]:
-        """A field of answers: what the weights are called that drew these tokens."""
+        """Returns the answer field with the labels of the weights of these tokens. Empty if weights have no labels."""
         if self.control is None or not policy_versions:
             return {}
         return {"weight_version": ", ".join(dict.fromkeys(map(self.control.label, policy_versions)))}
@@ -169,14 +171,17 @@ class Service:
     def chat(
         self, given: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> ChatOpening:
-        """Raises Refused where the checkpoint has no chats, or none like this."""
+        """Returns a chat as the prompt of a turn.
+
+        Raises RequestRefused if the checkpoint has no chat template or cannot answer these messages.
+        """
         if self.tokenizer.chat_template is None:
             raise invalid("this checkpoint's tokenizer has no chat template; send a text to /v1/completions")
         messages = checked(given)
         if not messages:
-            raise invalid("messages: got none that says anything; expected at least one", "messages")
+            raise invalid("messages: got none with content; expected at least one", "messages")
         if messages[-1].get("role") == "assistant":
-            raise invalid("messages: the last one is the assistant's; expected one that it is to answer", "messages")
+            raise invalid("messages: the last one is the assistant's; expected one for it to answer", "messages")
         key = json.dumps([list(tools), dict(options)], sort_keys=True)
         made = self._formats.get(key) or self._format(tools, options)
         self._formats[key] = made
@@ -186,7 +191,7 @@ class Service:
         return ChatOpening(messages, (*tools, dict(options)), made)
 
     def _format(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
-        """Raises Refused where the checkpoint's template has no place for the tools."""
+        """Raises RequestRefused if the checkpoint's chat template does not support the tools."""
         try:
             made = ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=self.end_tokens)
             made.require_tools()
@@ -195,32 +200,33 @@ class Service:
         return made
 
     def prompt(self, given: str | Sequence[int]) -> TextOpening | IdsOpening:
+        """Returns a text or token ids as the prompt of a turn."""
         if isinstance(given, str):
             return TextOpening(self.tokens, given)
         return IdsOpening(self.tokens, tuple(given))
 
 
-# From an HTTP request to what it asks for, and its client while it waits.
+# Reading of HTTP requests, and waiting for their answers.
 
 
 class Body(BaseModel):
-    """Fields that nobody reads are harmless: clients send many."""
+    """A request body. Unknown fields are ignored, because clients send many."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class DrawingBody(Body):
-    """A request for which tokens are drawn. It keeps unknown fields until `refuse_unknown` has looked at them."""
+    """The body of a request for tokens. It keeps unknown fields for `refuse_unknown`."""
 
     model_config = ConfigDict(extra="allow")
 
     def refuse_unknown(self, rules: SamplingRules, where: str = "") -> None:
-        """Raises Refused for a field that cannot be obeyed; `where` precedes its name."""
+        """Raises RequestRefused for an unknown field with an effect. `where` is a prefix for its name."""
         refuse_unknown(self.model_extra or {}, rules, where)
 
 
 class SamplingFields(DrawingBody):
-    """The sampling fields that have the same name in all APIs. Numbers that no engine can draw with are refused."""
+    """The sampling fields with the same name in all APIs. Values outside the range of the engines are refused."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -231,15 +237,16 @@ T = TypeVar("T", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
 NOTICE_S = 0.05
-"""In which the server reads what has arrived before."""
+"""Time for the server to notice that an earlier connection is closed."""
 
 
 class ClientGone(Exception):  # noqa: N818 - names what happened
-    """Nobody is there to answer to."""
+    """The client has closed its connection."""
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """Raises Refused where it is larger, and where it does not come."""
+    """Returns the body. Raises RequestRefused if it is too large or late, and ClientGone if the client has
+    disconnected."""
     too_large = RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {max_bytes} bytes")
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told) > max_bytes:
@@ -252,14 +259,14 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TI
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError as error:
-        raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, f"the body has not come within {timeout_s:g} s") from error
+        raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, f"the body has not arrived within {timeout_s:g} s") from error
     except ClientDisconnect as error:
         raise ClientGone from error
     return bytes(body)
 
 
 async def read_json(request: Request, kind: type[T], max_bytes: int) -> tuple[T, bytes]:
-    """The body as `kind`, and as it came. Raises Refused where it is none."""
+    """Returns the body parsed as `kind`, and its bytes. Raises RequestRefused if it is not valid."""
     body = await read_body(request, max_bytes)
     try:
         return kind.model_validate_json(body or b"{}"), body
@@ -271,7 +278,7 @@ async def read_json(request: Request, kind: type[T], max_bytes: int) -> tuple[T,
 
 
 def credential(request: Request) -> str | None:
-    """A bearer token, or what Anthropic's clients send instead."""
+    """Returns the bearer token, or the x-api-key that Anthropic's clients send."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and token:
         return token.strip()
@@ -279,7 +286,7 @@ def credential(request: Request) -> str | None:
 
 
 def session_of(service: Service, request: Request) -> Session:
-    """The one that a request's path names, else the one whose token it brings. Raises Refused."""
+    """Returns the session in the request's path, else that of its token. Raises RequestRefused if there is none."""
     token = credential(request)
     if "session" in request.path_params:
         return service.sessions.of_id(request.path_params["session"], token)
@@ -294,7 +301,7 @@ def session_of(service: Service, request: Request) -> Session:
 
 
 def require_owner(service: Service, request: Request) -> None:
-    """Raises Refused for who may not open sessions."""
+    """Raises RequestRefused if the request does not have the server's own token."""
     if not service.sessions.is_owner(credential(request)):
         raise RequestRefused(
             HTTPStatus.UNAUTHORIZED, "expected the server's token as bearer token", code="invalid_api_key"
@@ -302,7 +309,10 @@ def require_owner(service: Service, request: Request) -> None:
 
 
 def repetition(request: Request, body: bytes, part: int = 0) -> Repetition:
-    """Clients made of OpenAI's and Anthropic's libraries count their attempts in a header."""
+    """Returns the marks by which a repeated request is recognized. `part` numbers the prompts of one request.
+
+    Clients built on OpenAI's and Anthropic's libraries count their attempts in a header.
+    """
     digest = hashlib.sha256(f"{request.url.path}\n{part}\n".encode() + body).digest()
     attempt = request.headers.get("x-stainless-retry-count", "0")
     key = request.headers.get("idempotency-key")
@@ -310,9 +320,10 @@ def repetition(request: Request, body: bytes, part: int = 0) -> Repetition:
 
 
 async def answer_to(session: Session, opening: Opening, asked: Asked, repetition: Repetition) -> Answer:
-    """The session's. Raises Refused.
+    """Returns the session's answer. Raises RequestRefused.
 
-    A client that breaks a connection and asks again may be read before the end of its first connection is.
+    If the same request is under way, waits briefly first. A client that reconnects may be read before the end of its
+    first connection is noticed.
     """
     if session.is_drawing(repetition):
         await asyncio.sleep(NOTICE_S)
@@ -320,7 +331,8 @@ async def answer_to(session: Session, opening: Opening, asked: Asked, repetition
 
 
 async def wait_for(request: Request, answers: Sequence[Answer]) -> None:
-    """Until all are whole. Raises Refused, and ClientGone where their client does not wait for them."""
+    """Waits until all answers are complete. Raises RequestRefused if one fails, and ClientGone if the client
+    disconnects."""
     gone = asyncio.ensure_future(_disconnected(request))
     drawn = asyncio.ensure_future(_whole(answers))
     try:
@@ -343,21 +355,24 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-# What a server's owner may do with its engine: ask which weights it has, and have it load others. Paths and fields are
-# those of SGLang's server.
+# Weight updates by the server's owner. Paths and fields are those of SGLang's server.
 
 
 class DiskUpdate(Body):
+    """The body of POST /update_weights_from_disk."""
+
     model_path: str = Field(min_length=1)
     weight_version: str | None = None
 
 
 async def model_info(service: Service, control: Reloads, request: Request) -> Response:
+    """GET /model_info: returns the checkpoint, its version and the supported delta format."""
     require_owner(service, request)
     return JSONResponse(_info(control))
 
 
 async def update_weights_from_disk(service: Service, control: Reloads, request: Request) -> Response:
+    """POST /update_weights_from_disk: loads a checkpoint or a delta. Needs the server's own token."""
     require_owner(service, request)
     asked, _ = await read_json(request, DiskUpdate, service.limits.max_body_bytes)
     try:

@@ -1,4 +1,4 @@
-"""Episodes as the endpoint sees them, and who may use which."""
+"""Sessions of the endpoint: an episode's requests and trajectories, and the access to them."""
 
 import asyncio
 import hashlib
@@ -20,15 +20,15 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.groups import PendingTurn
 from rltrain.rollout.sample import Sample, Status, request_seed
 
-# An episode as the endpoint sees it: requests of one client that go on from each other.
+# One session: requests of one client that continue each other.
 
 REMEMBERED_ANSWERS = 128
-"""Of a session, for clients that repeat a request."""
+"""Most answers that a session keeps for repeated requests."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request wants of its turns."""
+    """The settings of a request for its turns."""
 
     sampling: SamplingParams
     num_choices: int = 1
@@ -40,8 +40,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Repetition:
-    """By what a request is known again: `digest` of all that it says, `key` where its client names it, and whether the
-    client says that it has sent it before."""
+    """The marks by which a repeated request is recognized.
+
+    `digest` is a hash of its path and body. `key` is the client's Idempotency-Key, or None. `is_said` means that the
+    client declares the request a repetition.
+    """
 
     digest: bytes
     key: str | None = None
@@ -49,9 +52,10 @@ class Repetition:
 
 
 class Session:
-    """Lives in the server's event loop. `metadata` is its opener's, `seed` fixes what requests without one draw.
+    """An episode, from the endpoint's point of view. Belongs to the server's event loop.
 
-    A session that is not `is_recorded` is there for one request: nobody comes back to it.
+    `metadata` comes from the client that opened the session. `seed` determines the tokens of requests without a seed. A
+    session with `is_recorded` False serves one request only.
     """
 
     def __init__(
@@ -70,23 +74,26 @@ class Session:
         self.reward: float | None = None
         self.ended_by: str | None = None
         self.responses: dict[str, Answer] = {}
-        """By the id under which the Responses API gave them out."""
+        """Answers by their ids in the Responses API."""
         self._turns, self._limits, self._ids, self._seed = turns, limits, ids, seed
         self._history = History()
         self._claims: dict[int, Answer] = {}
-        """Which answer draws the next turn of a trajectory, by its id."""
+        """The answer that is generating the next turn of a trajectory, by the trajectory's id."""
         self._open: set[Answer] = set()
-        """Not settled yet."""
+        """Answers that are not settled yet."""
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
         self._keys: dict[str, bytes] = {}
         self._numbers = itertools.count()
-        """Of the answers."""
+        """Numbers for the marks of answers."""
         self._num_turns = 0
         self._num_drawn_tokens = 0
 
     def answer(self, opening: Opening, asked: Asked, repetition: Repetition | None = None) -> Answer:
-        """Draws what `asked` wants, on from what the session has seen or anew, unless the request is known. Raises
-        Refused."""
+        """Starts the turns of a request and returns their answer.
+
+        The turns continue an earlier turn of the session if `opening` contains one, else start a trajectory. A repeated
+        request gets its earlier answer. Raises RequestRefused.
+        """
         if self.ended_by is not None:
             raise RequestRefused(HTTPStatus.GONE, f"this session has ended: {self.ended_by}", code="session_ended")
         if repetition is not None and (known := self._repeated(repetition)) is not None:
@@ -112,17 +119,20 @@ class Session:
 
     @property
     def num_abandoned(self) -> int:
-        """Answers that are drawn though their clients are gone: these may come back."""
+        """Number of answers still being generated after their clients have left. These clients may come back."""
         return sum(answer.is_orphaned for answer in self._open)
 
     def is_drawing(self, repetition: Repetition) -> bool:
-        """Whether an equal request is being answered now."""
+        """Returns whether an equal request is being answered."""
         known = self._answers.get(repetition.digest)
         return known is not None and not known.is_settled
 
     def set_reward(self, reward: float, *, trajectory: int | None = None, turn: int | None = None) -> None:
-        """Of the episode, or of one turn; turn -1 is the last one of the trajectory, by default the newest. Said again,
-        it replaces what was said before. Raises Refused."""
+        """Sets the reward of the episode, or of one turn if `trajectory` or `turn` is given.
+
+        Turn -1, the default, is the last one. The default trajectory is the newest one. A second call replaces the
+        reward. Raises RequestRefused.
+        """
         if not is_reward(reward):
             raise invalid(f"reward: got {reward}; {EXPECTED_REWARD}", "reward")
         if turn is None and trajectory is None:
@@ -139,7 +149,10 @@ class Session:
         found.rewards[place % num_turns] = reward
 
     def end(self, by: str, status: Status | None = None) -> RecordedSession:
-        """Nothing is drawn any more. `status` is what the last turns' own statuses are replaced by."""
+        """Ends the session for the reason `by`, stops its turns, and returns its record.
+
+        `status` replaces the status of every trajectory's last turn.
+        """
         if self.ended_by is None:
             self.ended_by = by
             for answer in [*self._open]:
@@ -148,7 +161,7 @@ class Session:
         return self.record(status)
 
     def record(self, status: Status | None = None) -> RecordedSession:
-        """As it stands."""
+        """Returns the record of the session so far."""
         recorded = tuple(trajectory.finished(status) for trajectory in self.trajectories.values())
         return RecordedSession(self.id, self.metadata, recorded, self.reward, self.ended_by or "")
 
@@ -158,12 +171,14 @@ class Session:
             raise invalid(f"n: got {asked.num_choices}; expected at most {limits.max_choices}", "n")
         if self._num_turns >= limits.max_session_turns:
             raise RequestRefused(
-                HTTPStatus.TOO_MANY_REQUESTS, f"this session has had its {limits.max_session_turns} turns", code="turns"
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"this session has reached its limit of {limits.max_session_turns} turns",
+                code="turns",
             )
         if self._num_drawn_tokens >= limits.max_session_tokens:
             raise RequestRefused(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{limits.max_session_tokens} tokens have been drawn in this session: it may have no more",
+                f"this session has reached its limit of {limits.max_session_tokens} generated tokens",
                 code="tokens",
             )
 
@@ -172,13 +187,13 @@ class Session:
         unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise invalid(
-                f"prompt: got the token id {unknown}, as an id or by the tokenizer from a text; expected ids 0 to "
-                f"{vocab_size - 1}, which the model has embeddings for",
+                f"prompt: got the token id {unknown}, given directly or encoded from a text; expected ids from 0 to "
+                f"{vocab_size - 1}, the rows of the model's embedding",
                 "prompt",
             )
 
     def _wanted(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> list[PendingTurn]:
-        """A turn for each choice."""
+        """Returns one pending turn per choice."""
         limit = self._turn_limit(end, tokens, asked)
         wanted = []
         for choice in range(asked.num_choices):
@@ -196,7 +211,7 @@ class Session:
         return wanted
 
     def _turn_limit(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> int:
-        """Response tokens that there may be at the end of the turn."""
+        """Returns the most response tokens that the trajectory may have at the end of the turn."""
         prompt = len(tokens) if end is None else len(end.trajectory.sample.prompt)
         before = 0 if end is None else end.num_tokens + len(tokens)
         room = self._limits.max_context_tokens - prompt - before
@@ -211,7 +226,7 @@ class Session:
         left = asked.sampling.max_response_tokens - before
         if left < 1:
             raise invalid(
-                f"this conversation has {before} tokens behind its prompt, and the run allows "
+                f"this conversation has {before} tokens after its prompt, and the run allows "
                 f"{asked.sampling.max_response_tokens} (rollout.sampling.max_response_tokens)",
                 code="context_length_exceeded",
             )
@@ -219,11 +234,11 @@ class Session:
         return before + min(room, left, budget, asked.max_tokens or room)
 
     def _may_extend(self, end: PlaceOfTurn) -> bool:
-        """Whether the turn's trajectory goes on from there; otherwise it branches."""
+        """Returns whether the turn continues its trajectory. Otherwise it starts a branch."""
         if not end.is_tip:
             return False
         claim = self._claims.get(end.trajectory.id)
-        if claim is not None and claim.is_orphaned:  # its client has gone on without it
+        if claim is not None and claim.is_orphaned:  # its client continues without it
             claim.give_up()
             claim = None
         return claim is None
@@ -245,7 +260,7 @@ class Session:
                 del self._answers[digest]
 
     def _keep(self, answer: Answer, sample: Sample) -> None:
-        """A turn has ended and its client has it."""
+        """Adds a finished turn to its trajectory, once its client has received it."""
         start, end = len(answer.choices[0].turn.sample.tokens), answer.end
         self._num_turns += 1
         self._num_drawn_tokens += len(sample.tokens) - start
@@ -268,11 +283,11 @@ class Session:
                 known.is_followed |= is_before and choice.sample.id == end.trajectory.id
 
     def _repeated(self, repetition: Repetition) -> Answer | None:
-        """The answer that is being drawn for a request, or was, where this one is the same once more."""
+        """Returns the known answer if the request is a repetition, else None."""
         digest = repetition.digest
         if repetition.key is not None and (named := self._keys.get(repetition.key)) is not None:
             if named != digest:
-                raise invalid("Idempotency-Key: another request had the same one", code="idempotency_key")
+                raise invalid("Idempotency-Key: a different request had the same key", code="idempotency_key")
             return self._answers.get(digest)
         known = self._answers.get(digest)
         if known is None or known.is_followed or (repetition.key is not None and not repetition.is_said):
@@ -290,7 +305,7 @@ class Session:
 
 
 def summary(session: RecordedSession) -> Mapping[str, object]:
-    """Of a session, as JSON writes it: every id with what is known of it."""
+    """Returns a session as a JSON object."""
     return {
         "id": session.id,
         "reward": session.reward,
@@ -315,21 +330,22 @@ def summary(session: RecordedSession) -> Mapping[str, object]:
     }
 
 
-# All sessions of an endpoint: who may use which, and how many there are.
+# All sessions of an endpoint, and the access to them.
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a client needs of a new session. The token is known to nobody else."""
+    """The id and token of a new session. The server keeps only a hash of the token."""
 
     id: str
     token: str
 
 
 class Sessions:
-    """Lives in the server's event loop. `token` opens sessions and may use all of them; None: everybody may.
+    """All sessions of an endpoint. Belongs to the server's event loop.
 
-    `on_end` is called once for every session that was recorded.
+    `token` opens sessions and gives access to all of them. With None every client has this access. `on_end` is called
+    once for every recorded session.
     """
 
     def __init__(
@@ -347,7 +363,8 @@ class Sessions:
         self._ids = SampleIds(first_sample_id)
         self._open: dict[str, Session] = {}
         self._by_token: dict[bytes, tuple[bytes, Session]] = {}
-        """Under a hash of each token, which takes as long to look up whatever of it is right."""
+        """Sessions by the hash of their token. The time of a look-up does not depend on a correct beginning of the
+        token."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._num_opened = 0
 
@@ -355,7 +372,7 @@ class Sessions:
         return len(self._open)
 
     def open(self, metadata: object = None, seed: int | None = None) -> Opened:
-        """Raises Refused where there are as many as may be."""
+        """Opens a session. Raises RequestRefused if `max_sessions` are open."""
         if len(self._open) >= self._limits.max_sessions:
             raise RequestRefused(
                 HTTPStatus.TOO_MANY_REQUESTS, f"{self._limits.max_sessions} sessions are open", code="busy"
@@ -370,17 +387,17 @@ class Sessions:
         return opened
 
     def passing(self) -> Session:
-        """One for a single request of somebody who has no session."""
+        """Returns a session for a single request of a client without a session."""
         return self._new("", None, None, is_recorded=False)
 
     def is_owner(self, credential: str | None) -> bool:
-        """Whether it opens sessions."""
+        """Returns whether the credential may open sessions."""
         if self._token_digest is None:
             return True
         return credential is not None and hmac.compare_digest(_digest(credential), self._token_digest)
 
     def of_token(self, credential: str | None) -> Session | None:
-        """The open session whose token this is."""
+        """Returns the open session with this token, or None."""
         if credential is None:
             return None
         digest = _digest(credential)
@@ -388,7 +405,8 @@ class Sessions:
         return session if hmac.compare_digest(known, digest) else None
 
     def of_id(self, number: str, credential: str | None) -> Session:
-        """The session, for who may use it. Raises Refused."""
+        """Returns the open session with this id. Raises RequestRefused if there is none or the credential has no
+        access."""
         session = self._open.get(number)
         if session is not None and (self.is_owner(credential) or self.of_token(credential) is session):
             return session
@@ -397,7 +415,7 @@ class Sessions:
         raise RequestRefused(HTTPStatus.UNAUTHORIZED, "the token is not this session's", code="invalid_api_key")
 
     def end(self, session: Session, by: str, status: Status | None = None) -> RecordedSession:
-        """Raises Refused where it has ended before."""
+        """Ends the session and returns its record. Raises RequestRefused if it has already ended."""
         if self._open.pop(session.id, None) is None:
             raise RequestRefused(HTTPStatus.GONE, f"this session has ended: {session.ended_by}", code="session_ended")
         self._by_token = {digest: known for digest, known in self._by_token.items() if known[1] is not session}
@@ -407,10 +425,12 @@ class Sessions:
         return recorded
 
     def end_all(self, by: str) -> None:
+        """Ends all open sessions as aborted."""
         for session in [*self._open.values()]:
             self.end(session, by, Status.ABORTED)
 
     def find(self, number: str) -> Session | None:
+        """Returns the open session with this id, or None."""
         return self._open.get(number)
 
     def _new(self, number: str, metadata: object, seed: int | None, *, is_recorded: bool) -> Session:
@@ -422,7 +442,7 @@ class Sessions:
 
     def _expire(self, number: str) -> None:
         if (session := self._open.get(number)) is not None:
-            self.end(session, f"its time of {self._limits.session_timeout_s:g} s is over", Status.ABORTED)
+            self.end(session, f"its time limit of {self._limits.session_timeout_s:g} s has passed", Status.ABORTED)
 
 
 def _digest(token: str) -> bytes:

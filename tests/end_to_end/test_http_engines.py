@@ -74,7 +74,7 @@ def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], 
     assert column(records, "rollout/weight_files_are_full") == [1, 0, 0, 1, 0]
     whole, *_, delta = column(records, "rollout/weight_files_bytes")
     assert 0 < delta < whole / 5
-    assert "is given everything" not in stdout + stderr
+    assert "is given the whole checkpoint" not in stdout + stderr
     assert TOKEN not in "".join(path.read_text() for path in output.glob("*.json*"))
     assert not (output / "http_weights").exists(), "what engines have loaded is removed"
 

@@ -69,8 +69,8 @@ def test_weight_sync_of_experts() -> None:
     ("options", "message"),
     [
         (["--ranks", "3", "--src", "tp2"], "tp2 does not fit on 3 ranks"),
-        (["--src", "xp2"], "'xp2' is no layout"),
-        (["--dst", "tp1.pp2"], "engines split by tensor parallelism alone"),
+        (["--src", "xp2"], "'xp2' is not a layout"),
+        (["--dst", "tp1.pp2"], "engines are split only by tensor parallelism"),
         (["--ranks", "4", "--src-ranks", "0-1", "--dst-ranks", "2"], "ranks [3] are neither"),
         (["--rivals", "ours,theirs"], "--rivals has theirs"),
         (["--device", "cuda"], "needs a GPU"),

@@ -21,7 +21,7 @@ SCRIPTS = [
     ("verl", VERL + "trainer.device=npu", "on NPUs"),
     ("verl", "export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1\n" + VERL, "on NPUs"),
     ("verl", VERL + "model_engine=veomni", "by a trainer other than FSDP and Megatron"),
-    ("skyrl", SKYRL.replace("PROGRAM", "skyrl.train.entrypoints.main_generate"), "draws, and trains nothing"),
+    ("skyrl", SKYRL.replace("PROGRAM", "skyrl.train.entrypoints.main_generate"), "generates, and trains nothing"),
     ("skyrl", SKYRL.replace("PROGRAM", "main") + "trainer.num_dummy_steps=5", "on made-up data or steps"),
     ("slime", "exit 1\npython3 train.py \\\n  --rollout-batch-size 32", COUNTED),
     ("slime", "# trainer.epochs\npython3 serve.py --port 80", "starts no training"),

@@ -307,7 +307,7 @@ def test_urls_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "urls"
     file.write_text("# of the first rack\nhttp://a:1/\n\n  https://b  # and of the second\n")
     assert read(file, "rollout.urls") == ("http://a:1", "https://b")
-    for lines, said in (("a:1", "got 'a:1'"), ("http://a:1\nhttp://a:1/", "stands there 2 times")):
+    for lines, said in (("a:1", "got 'a:1'"), ("http://a:1\nhttp://a:1/", "is listed 2 times")):
         with pytest.raises(ConfigError, match=said):
             checked(lines.splitlines(), "rollout.urls")
 

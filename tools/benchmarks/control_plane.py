@@ -1,13 +1,12 @@
-"""What the control code of a job costs at 64 to 4,096 ranks: seconds, memory, store traffic, messages, communicators.
+"""Measures the control code of a job at 64 to 4,096 ranks: seconds, memory, store traffic, messages, communicators.
 
     python tools/benchmarks/control_plane.py [--ranks 64 256 1024 4096] [--output FILE]
 
-The classes are those of a job, all of whose ranks are in this process. Only what they talk over is replaced: the store,
-process groups and transports by objects that count (`counted.py`). The job is GRPO in asynchronous order with syncs in
-flight: actor and reference on the first half of the ranks by TP=8, engines of TP=2 and the reward on the other half,
-eight ranks per node. Work that a rank does alone is timed on a few ranks; what ranks ask of the store is counted on all
-of them. `growth` is the exponent from the last but one size to the last: 1 grows as the ranks do. The last line is one
-JSON object.
+The classes are those of a real job, with all ranks in this process. Only the store, process groups and transports are
+replaced, by objects that count (`counted.py`). The job is GRPO in asynchronous order with syncs in flight. Actor and
+reference are on the first half of the ranks with TP=8. Engines of TP=2 and the reward are on the other half, with eight
+ranks per node. Work of a single rank is timed on a few ranks. Store traffic is counted on all of them. `growth` is the
+exponent between the last two sizes; 1 is proportional to the number of ranks. The last line is one JSON object.
 """
 
 import argparse
@@ -65,37 +64,37 @@ NOTHING = streams(np.zeros(0, TRANSFER), np.zeros(0, np.uint8))
 NOTHING_EXCHANGED = tuple(StageStreams(kind, NOTHING, NOTHING, NOTHING, np.zeros(0, int)) for kind in STAGES)
 WATCHED_S = 2.0
 LOOKS_BEFORE, LOOKS = 3, 8
-"""Until the first ranks of nodes know the others, and those that are counted."""
+"""Looks until the first ranks of nodes know each other, and looks that are counted."""
 WAITED_S = 5.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one phase; 0: not measured in it."""
+    """The cost of one phase. 0 means that it was not measured."""
 
     seconds: float = 0.0
-    """On the slowest rank looked at."""
+    """On the slowest of the timed ranks."""
     megabytes: float = 0.0
-    """Of Python's objects, at most at a time, on one rank."""
+    """Peak of Python's objects on one rank."""
     store_calls: float = 0.0
-    """Mean of all ranks."""
+    """Mean over all ranks."""
     most_store_calls: int = 0
-    """Of any rank."""
+    """Maximum over all ranks."""
     all_store_calls: int = 0
     all_store_bytes: int = 0
     messages: int = 0
-    """Of the rank that sends most."""
+    """Messages of the rank that sends most."""
     message_bytes: int = 0
     peers: int = 0
     received: int = 0
-    """Messages of the rank that receives most, of those looked at."""
+    """Messages of the rank that receives most, among the timed ones."""
     least_received: int = 0
     passed_on: int = 0
-    """Messages to others of the node."""
+    """Messages to other ranks of the node."""
     passed_on_bytes: int = 0
     communicators: int = 0
     per_second: bool = False
-    """Whether calls are per second of the phase, not in all of it."""
+    """Whether calls are per second and not for the whole phase."""
 
     def __str__(self) -> str:
         found = [f"{name} {value:.4g}" for name, value in self.as_json().items() if name != "per_second"]
@@ -106,7 +105,7 @@ class Cost:
 
 
 def cost_of(traffic: dict[int, Traffic], num_ranks: int, seconds: float = 0.0, per_s: float | None = None) -> Cost:
-    """`per_s`: the traffic is that of so many seconds."""
+    """Returns the cost of the traffic. With `per_s` it is the traffic of that many seconds."""
     scale = 1.0 if per_s is None else 1 / per_s
     calls = [one.num_operations * scale for one in traffic.values()]
     return Cost(
@@ -120,7 +119,7 @@ def cost_of(traffic: dict[int, Traffic], num_ranks: int, seconds: float = 0.0, p
 
 
 class JobAtSize:
-    """A job of `num_ranks`, all of whose ranks are in this process."""
+    """A job of `num_ranks`, with all ranks in this process."""
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self.size, self.folder = num_ranks, folder
@@ -146,7 +145,7 @@ class JobAtSize:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """placement, grids, order: derived once for all ranks that need them."""
+        """Derives placement, grids and order once for all ranks."""
         if name not in ("placement", "grids", "order"):
             raise AttributeError(name)
         self.placement = placement_of(self.config, self.size, RANKS_PER_NODE)
@@ -170,31 +169,31 @@ class JobAtSize:
 
     @cached_property
     def job_stores(self) -> list[JobStore]:
-        """By rank."""
+        """Job stores by rank."""
         return [JobStore(self.world(rank), guarded=True) for rank in range(self.size)]
 
     @cached_property
     def watchdogs(self) -> list[Watchdog]:
-        """By rank, none of them started."""
+        """Watchdogs by rank, not started."""
         return [
             Watchdog(store.heartbeat, store.observer, store.world.background, self.folder, beats=store.beats)
             for store in self.job_stores
         ]
 
     def rank_first(self, rank: int) -> list[int]:
-        """All ranks, those first that others wait for."""
+        """Returns all ranks, beginning with `rank`. The others wait for it."""
         return [rank, *(other for other in range(self.size) if other != rank)]
 
 
 @contextmanager
 def timed() -> Iterator[Callable[[], float]]:
-    """Seconds since."""
+    """Yields a function that returns the seconds since the beginning."""
     begin = time.perf_counter()
     yield lambda: time.perf_counter() - begin
 
 
 def derive(job: JobAtSize) -> Cost:
-    """Placement, grids, the check of the order, the order and its hash, rank lists: what every rank does alone."""
+    """Derives placement, grids, the order, its check and hash, and rank lists, as every rank does alone."""
 
     def once() -> None:
         placement = placement_of(job.config, job.size, RANKS_PER_NODE)
@@ -216,7 +215,7 @@ def derive(job: JobAtSize) -> Cost:
 
 
 def meet(job: JobAtSize) -> Cost:
-    """All ranks come to the store at once and agree on the attempt."""
+    """All ranks reach the store at once and agree on the attempt."""
     threading.stack_size(256 * 1024)
     stores = [job.shared.client(rank) for rank in range(job.size)]
     try:
@@ -230,7 +229,7 @@ def meet(job: JobAtSize) -> Cost:
 
 
 def connect(job: JobAtSize) -> Cost:
-    """The connections that a rank's threads have of their own, the rank's own among them."""
+    """Counts the store connections of a rank and its threads."""
     job.shared.num_connections.clear()
     rank = job.size - 1
     world = job.world(rank)
@@ -246,7 +245,7 @@ def connect(job: JobAtSize) -> Cost:
 
 
 def agree(job: JobAtSize) -> Cost:
-    """Folders, the checkpoint to go on from, and the order, over the store."""
+    """Ranks agree over the store on folders, on the checkpoint to resume from, and on the order."""
     leader = job_leader(job.grids)
     stores, digest = job.job_stores, job.order.digest()
     order = SimpleNamespace(digest=lambda: digest)
@@ -264,7 +263,7 @@ def agree(job: JobAtSize) -> Cost:
 
 
 def make_groups(job: JobAtSize) -> Cost:
-    """The bookkeeping of process groups: what each costs beside the connections themselves."""
+    """Measures the bookkeeping of process groups, without connections."""
     lists = group_lists(job.grids)
     slowest, most = 0.0, 0
     with counted_messages(job.size) as messages:
@@ -278,7 +277,7 @@ def make_groups(job: JobAtSize) -> Cost:
 
 
 def beat(job: JobAtSize) -> Cost:
-    """Heartbeats and watchdogs, as their threads call them: traffic per second, seconds of the rank that judges."""
+    """Heartbeats and watchdogs, called as by their threads. Measures traffic per second and the judging rank's time."""
     heartbeats, watchdogs = [store.heartbeat for store in job.job_stores], job.watchdogs
     for heartbeat in heartbeats:
         heartbeat.begin("update", "actor", 3, position=40)
@@ -299,7 +298,7 @@ def beat(job: JobAtSize) -> Cost:
 
 
 def wait_for_value(job: JobAtSize) -> Cost:
-    """All ranks wait for what one has yet to leave in the store. One of them is watched, and stands for all."""
+    """All ranks wait for a value in the store. One rank is measured as an example for all."""
     store = job.job_stores[1]
     key = "left late"
 
@@ -316,8 +315,8 @@ def wait_for_value(job: JobAtSize) -> Cost:
 
 
 def exchange(job: JobAtSize) -> Cost:
-    """The samples of a step, from every engine to every replica: what owners send, and what ranks of the first replica
-    receive and pass on."""
+    """The samples of a step, from every engine to every replica. Measures the messages of owners, and those received
+    and passed on by the first replica."""
     source, destination = job.grids["rollout"], job.grids["actor"]
     route = Route("samples", source, destination, ("group_ids", "lengths", "sample_ids", "tokens"), position=0)
     assert set(route.fields) <= set(TRANSFERS["samples"])
@@ -337,7 +336,7 @@ def exchange(job: JobAtSize) -> Cost:
             with timed() as since:
                 end.post(route, shipment)
                 sent.append(_cost_of_messages(messages, since()))
-        for rank in destination.replica(0):  # who passes on comes first
+        for rank in destination.replica(0):  # the rank that passes messages on comes first
             end = become(rank)
             with timed() as since:
                 assert len(end.wait(route).group_tokens) == job.config.batch.prompts_per_step
@@ -354,8 +353,8 @@ def exchange(job: JobAtSize) -> Cost:
 
 
 def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
-    """Every engine has drawn as many groups, of eight samples of four tokens. Groups are said to be of many lengths, so
-    that an engine's go to many replicas."""
+    """Returns an engine's samples. All engines have equally many groups, of eight samples of four tokens. The groups
+    claim many lengths, so an engine's groups go to many replicas."""
     num_groups = job.config.batch.prompts_per_step
     samples = [group for group in range(engine, num_groups, job.grids["rollout"].dp) for _ in range(8)]
     experience = Experience(
@@ -369,7 +368,7 @@ def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
 
 
 def sync(job: JobAtSize) -> Cost:
-    """Ranks of a weight sync meet and compare their plans: what the first and the last rank send."""
+    """Ranks of a weight sync meet and compare their plans. Measures the messages of the first and the last rank."""
     most = Cost()
     with counted_messages(job.size) as messages:
         for rank in (0, job.size - 1):
@@ -383,13 +382,13 @@ def sync(job: JobAtSize) -> Cost:
 
 
 def join_in_flight(job: JobAtSize) -> Cost:
-    """All ranks of all engines come to a generate task together and join a sync that the actor announces."""
+    """All ranks of all engines reach a generate task together and join an announced sync."""
     syncs = _in_flight_syncs(job)
     announcer = _in_flight_sync(job, 0, [0])
     job.shared.take()
     announcer.announce()
     for engine in syncs:
-        for one in reversed(engine):  # the leader enters once all have come
+        for one in reversed(engine):  # the leader enters after all others
             one.come()
         assert engine[0].enter_first()
         assert all(one.leader_has_entered() for one in engine)
@@ -402,7 +401,7 @@ def join_in_flight(job: JobAtSize) -> Cost:
 
 
 def decode(job: JobAtSize) -> Cost:
-    """Engines decode and look for syncs between their steps: one of them is watched, and stands for all."""
+    """Engines look for syncs between decode steps. One engine is measured as an example for all."""
     engine = _in_flight_syncs(job, num_engines=1)[0]
     leader = engine[0]
     leader.position = leader._next[1] if leader._next else 0
@@ -417,7 +416,7 @@ def decode(job: JobAtSize) -> Cost:
 
 
 def save(job: JobAtSize) -> Cost:
-    """The store's side of a checkpoint, and the leader's, which completes it."""
+    """The store's side of a checkpoint, and its completion by the leader."""
     leader = job_leader(job.grids)
     parts = {rank: _checkpointing(job, job.job_stores[rank], rank) for rank in range(job.size)}
     written = Written({f"ranks/rank_{0:05d}.safetensors": FileRecord(1, 2), "actor/state": FileRecord(3, 4)}, 1.0)
@@ -449,7 +448,7 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
 
 
 def _in_flight_syncs(job: JobAtSize, num_engines: int | None = None) -> list[list[InFlightSync]]:
-    """Of all ranks, by engine."""
+    """Returns the syncs of all ranks, by engine."""
     engines = job.grids["rollout"].lists("tp")[:num_engines]
     return [[_in_flight_sync(job, rank, ranks) for rank in ranks] for ranks in engines]
 
@@ -502,7 +501,7 @@ def measure(num_ranks: int, folder: Path) -> dict[str, Cost]:
 
 
 def growth(measured: dict[int, dict[str, Cost]]) -> dict[str, dict[str, float]]:
-    """Returns by phase and quantity the exponent of its growth from the last but one size to the last."""
+    """Returns the exponent of growth between the last two sizes, by phase and quantity."""
     if len(measured) < 2:
         return {}
     before, last = sorted(measured)[-2:]

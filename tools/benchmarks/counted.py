@@ -1,6 +1,6 @@
-"""Stand-ins for a job's store, process groups and transports that count what each rank asks of them.
+"""Stand-ins for a job's store, process groups and transports. They count the calls of each rank.
 
-The store is torch's own within a process. Messages go to nobody, but for ranks that they are kept for.
+The store is torch's in-process store. Messages are dropped, except those to ranks in `kept_for`.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ WAIT = timedelta(seconds=300)
 
 @dataclass
 class Traffic:
-    """What one rank asked of the store since the last `take`."""
+    """A rank's calls of the store since the last `take`."""
 
     operations: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
-    """Of keys and values, both ways."""
+    """Bytes of keys and values, in both directions."""
 
     @property
     def num_operations(self) -> int:
@@ -40,7 +40,7 @@ class Traffic:
 
 
 class SharedStore:
-    """One server, as all its clients see it: torch's own store within a process."""
+    """The server of a store, for all its clients: torch's in-process store."""
 
     def __init__(self) -> None:
         self.values = dist.HashStore()
@@ -48,17 +48,17 @@ class SharedStore:
         self.traffic: dict[int, Traffic] = {}
         self.num_connections: Counter[int] = Counter()
         self._clients: list[CountedStore] = []
-        """torch keeps the C++ half of a store alive, not the Python one."""
+        """torch keeps only the C++ half of a store alive. This list keeps the Python half."""
 
     def client(self, rank: int) -> "CountedStore":
-        """A connection of `rank`."""
+        """Returns a new connection of `rank`."""
         self.num_connections[rank] += 1
         client = CountedStore(self, rank)
         self._clients.append(client)
         return client
 
     def take(self) -> dict[int, Traffic]:
-        """By rank, the traffic since the last call."""
+        """Returns the traffic since the last call, by rank."""
         traffic, self.traffic = self.traffic, {}
         return traffic
 
@@ -123,7 +123,7 @@ class CountedStore(dist.Store):
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Waits of this store have limits of their own."""
+        """Does nothing, because this store's waits have their own limits."""
 
     def _note(self, operation: str, keys: Iterable[str], values: Iterable[Any] = ()) -> None:
         self._shared.traffic.setdefault(self._rank, Traffic()).note(operation, keys, values)
@@ -131,7 +131,7 @@ class CountedStore(dist.Store):
 
 @dataclass
 class Messages:
-    """Of the rank whose code runs: what it sends, to whom, what it receives, the rank lists it made groups of."""
+    """Messages of the rank that is running: counts, peers, and the groups that it made."""
 
     num_ranks: int
     rank: int = 0
@@ -142,16 +142,16 @@ class Messages:
     num_calls: int = 0
     num_received: int = 0
     kept_for: set[int] = field(default_factory=set)
-    """Ranks that run later: what is sent to them waits for them."""
+    """Ranks that run later. Messages to them are kept."""
     kept: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
-    """By sender, receiver and tag."""
+    """Kept messages by sender, receiver and tag."""
 
     def become(self, rank: int) -> None:
-        """The rank whose code runs next."""
+        """Resets the counts for the rank that runs next."""
         self.__init__(self.num_ranks, rank, kept_for=self.kept_for, kept=self.kept)  # type: ignore[misc]
 
     def send(self, peer: int, tag: int, parts: Sequence[Tensor]) -> InTransit:
-        """As a Transport has it; so are `receive` and `wait`."""
+        """Sends as a Transport does. `receive` and `wait` are Transport's methods too."""
         message = torch.cat([part.view(torch.uint8) for part in parts])
         self._note(message, [peer])
         if peer in self.kept_for:
@@ -173,12 +173,12 @@ class Messages:
         return object()
 
     def monitored_barrier(self, group: object, **settings: Any) -> None:
-        """As torch has it: all ranks write to the first one, which answers each."""
+        """Counts messages as torch does: all ranks write to the first one, and it answers each."""
         peers = range(1, self.num_ranks) if self.rank == 0 else [0]
         self._note(torch.zeros(1), peers)
 
     def all_reduce(self, numbers: Tensor, *settings: Any) -> Tensor:
-        """As a reshard's agreement has it. Ranks have equal numbers, or say nothing."""
+        """Counts messages of a reshard's agreement. Returns the numbers unchanged, as all ranks have equal ones."""
         self._note(numbers, [peer for what, peer in rounds(self.rank, self.num_ranks) if what != "take"])
         return numbers
 
@@ -196,7 +196,7 @@ class Messages:
 
 @contextmanager
 def counted_messages(num_ranks: int) -> Iterator[Messages]:
-    """Inside, what torch.distributed is asked for is counted, and goes to nobody."""
+    """Inside the context calls of torch.distributed are counted and not executed."""
     messages = Messages(num_ranks)
     names = ("new_group", "monitored_barrier", "all_to_all_single")
     stand_ins = {name: getattr(messages, name) for name in names}

@@ -1,11 +1,11 @@
-"""Steps that the dry run foretells after calibration on one run, beside what other runs then took, on this machine.
+"""Compares the dry run's predicted step times with measured ones, after calibration on one run of this machine.
 
     python tools/benchmarks/foretold.py [--steps 8] [--rounds 3] [--ahead] [--runs FOLDER]
 
-All runs are whole jobs of two ranks on CPUs, with a core for each. One config gives every task its factor; of the
-others the batch, the lengths, the placement or the order differ. All are run in turn, several times over; medians of
-the steps of all rounds count, so that what else the machine does meets all configs alike. Lengths of responses are
-those that runs had. Prints a table, and one JSON object last.
+All runs are whole jobs of two ranks on CPUs, with one core each. One config is used to calibrate every task's factor.
+The others differ in batch, lengths, placement or order. All configs run in turn, several times, and medians over the
+steps of all rounds count. So other load on the machine affects all configs alike. Predictions use the measured lengths
+of responses. Prints a table, and one JSON object last.
 """
 
 import argparse
@@ -46,13 +46,15 @@ CPU = Gpu(
         reward_s=1e-5,
     ),
 )
-"""One core of an AMD EPYC, by its processor time with the model apart from any job: what one response more adds to a
-decode step, and what a step takes without any; what a micro-batch and an optimizer step take without tokens; how long
-gloo takes for one number; what a pass takes longer with another rank at work on the other core. Calibration mends the
-rest."""
+"""One core of an AMD EPYC, from processor times of the model outside of any job.
+
+The times of a decode step are those per response and those of a step without responses. The times of a micro-batch and
+an optimizer step are those without tokens. Gloo's time is that of one number. `crowding` is the slowdown by another
+rank on the second core. Calibration corrects the rest.
+"""
 ON_ITS_CORE = 'exec taskset -c "$LOCAL_RANK" "$0" -u "$@"'
 AHEAD = "echo -20 > /proc/self/autogroup; "
-"""A session goes before what else the machine does. Each rank has its own."""
+"""Gives a session priority over other processes. Each rank has its own session."""
 COMMON = [
     "placement={'actor, reference': 0, 'rollout, reward': 1}",
     "actor.parallel.tp=1",
@@ -74,7 +76,7 @@ RUNS = {
 
 
 def run_job(start: Path, output: Path, overrides: list[str], *, ahead: bool) -> None:
-    """RuntimeError with its output where it fails."""
+    """Runs a job. Raises RuntimeError with its output if it fails."""
     paths = [f"model.path={start}/model", f"data.train.path={start}/train.jsonl", f"output_dir={output}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     command += ["--no-python", "bash", "-c", AHEAD * ahead + ON_ITS_CORE, sys.executable, "launch/train.py"]
@@ -86,7 +88,7 @@ def run_job(start: Path, output: Path, overrides: list[str], *, ahead: bool) -> 
 
 
 def compare(outputs: Sequence[Path], calibration: Calibration) -> dict[str, float]:
-    """Seconds of a step, and of its tasks: medians of what was measured, and foretold by `calibration`."""
+    """Returns medians of measured and predicted seconds, for a step and for its tasks."""
     job, records = read_measured(outputs)
     foretold = Clock(job, CPU, measured_workload(job, records), calibration).step()
     measured = step_s(records)
@@ -102,7 +104,7 @@ def step_s(records: list[Record]) -> float:
 
 
 def make_runs(folder: Path, steps: int, rounds: int, *, ahead: bool) -> None:
-    """Of every config one in each round, but for those that are there."""
+    """Makes one run of every config in each round, except for existing ones."""
     start = folder / "start"
     if not start.exists():
         make = [sys.executable, "tools/make_quickstart.py", "--output", str(start), "--seed", "0"]
@@ -120,10 +122,10 @@ def run_of(folder: Path, name: str, number: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of every run; the first two do not count")
+    parser.add_argument("--steps", type=int, default=8, help="steps of every run; the first two do not count")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ahead", action="store_true", help="ranks go before other processes; asks for the right to")
-    parser.add_argument("--runs", type=Path, help="where runs are written; those that are there are not made again")
+    parser.add_argument("--ahead", action="store_true", help="give ranks priority over other processes")
+    parser.add_argument("--runs", type=Path, help="folder for the runs; existing ones are reused")
     arguments = parser.parse_args()
     if arguments.ahead:
         os.setpriority(os.PRIO_PROCESS, 0, -20)

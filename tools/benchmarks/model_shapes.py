@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for benchmarks and tests that need no weights: of the config.json that rltrain has."""
+"""Shapes of well-known models for benchmarks and tests without weights, from the config.json files in rltrain."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,5 +25,5 @@ def qwen3_30b_a3b() -> Architecture:
 
 
 def deepseek_v3() -> Architecture:
-    """671B parameters, without the layer for multi-token prediction."""
+    """Returns the shape of DeepSeek-V3: 671B parameters, without the layer for multi-token prediction."""
     return _shipped("DeepSeek-V3")

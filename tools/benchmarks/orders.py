@@ -1,12 +1,12 @@
-"""Steps per second of the schedule's modes on one machine, beside the bound that their order of tasks allows.
+"""Measures steps per second of the schedule's modes on one machine, and the bound of their orders of tasks.
 
     python tools/benchmarks/orders.py [--case slow_rewards] [--steps 20] [--modes sequential,pipelined] [key=value ...]
 
-An untrained model ends its responses at random, so their lengths have a long tail. Actor, rollout and reward have a
-rank each. In the case slow_rewards the reward function sleeps for every sample; quickstart has that task's batch and
-nothing slowed; in uneven_steps the longest of a few responses decides how long a step decodes, and every fifth
-prompt's rewards take long. Every mode is a whole job on the same seed; its tasks are timed by the trace. The bound is
-what the order would take if nothing but the tasks took time. Prints one JSON object last.
+An untrained model ends its responses at random, so their lengths have a long tail. Actor, rollout and reward have one
+rank each. In the case slow_rewards the reward function sleeps for every sample. quickstart has that task's batch
+without delays. In uneven_steps the longest of a few responses decides the length of a step's generation, and every
+fifth prompt's rewards take long. Every mode is a whole job with the same seed, timed by its trace. The bound is the
+order's time if only the tasks took time. Prints one JSON object last.
 """
 
 import argparse
@@ -73,7 +73,7 @@ CASES = {
 
 
 def run_mode(start: Path, output: Path, overrides: list[str]) -> None:
-    """One job. CalledProcessError with its output where it fails."""
+    """Runs one job. Raises RuntimeError with its output if it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     command += ["launch/train.py", "--config", "configs/quickstart.yaml", *settings(start, output, overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def settings(start: Path, output: Path, overrides: list[str]) -> list[str]:
 
 
 def measure(start: Path, output: Path, overrides: list[str]) -> dict[str, float]:
-    """Seconds per step after the first ones: what they took, and what the order allows."""
+    """Returns seconds per step after the first ones: measured, and the bound of the order."""
     config = load_config(REPOSITORY / "configs/quickstart.yaml", settings(start, output, overrides))
     placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
     order = build_order(config, placement)
@@ -121,7 +121,7 @@ def update(order: Order, step: int) -> Entry:
 
 
 class TimedSpan(NamedTuple):
-    """`own_s`: what a task took without its waits and without tasks inside it."""
+    """A timed task. `own_s` excludes its waits and the tasks inside it."""
 
     end_us: float
     own_s: float
@@ -129,7 +129,7 @@ class TimedSpan(NamedTuple):
 
 
 def task_spans(output: Path) -> dict[Key, dict[int, TimedSpan]]:
-    """By name, step and chunk, and by rank."""
+    """Returns the timed tasks by (name, step, chunk), and by rank."""
     spans: dict[Key, dict[int, TimedSpan]] = defaultdict(dict)
     for rank in read_run(output).ranks:
         timed = list(own_seconds(rank.spans, lambda span: span.category in ("task", "wait")))
@@ -147,7 +147,7 @@ def is_directly_inside(span: TimelineSpan, other: TimelineSpan) -> bool:
 
 
 def sync_waits(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
-    """How long a training rank waited at a sync for engines to join it, the transfer itself not counted."""
+    """Returns the waits of a training rank for engines to join a sync, without the transfer."""
     syncs = [by_rank for (name, step, _), by_rank in spans.items() if name == WEIGHT_SYNC and step >= WARM_UP_STEPS]
     waits = [by_rank[0].wait_s for by_rank in syncs]
     return {"sync_wait_s": statistics.median(waits), "sync_wait_max_s": max(waits)} if waits else {}
@@ -159,7 +159,7 @@ def longest_decode_steps(output: Path) -> list[float]:
 
 
 def mean_seconds(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
-    """Per step and task, after the first steps: what its chunks took together on one rank."""
+    """Returns the mean seconds per step of each task after the first steps, over its chunks on the fastest rank."""
     totals: dict[str, float] = defaultdict(float)
     steps: dict[str, set[int]] = defaultdict(set)
     for (name, step, _), by_rank in spans.items():
@@ -170,7 +170,7 @@ def mean_seconds(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
 
 
 def compare(modes: list[str], overrides: list[str], folder: Path) -> dict[str, dict[str, float]]:
-    """`measure` for each mode, with the throughput relative to the first of them."""
+    """Returns the measurements of each mode, with the speed-up over the first mode."""
     start = folder / "start"
     make = [sys.executable, "tools/make_quickstart.py", "--output", str(start), "--seed", "0"]
     subprocess.run(make, cwd=REPOSITORY, check=True, capture_output=True)

@@ -1,12 +1,12 @@
-"""Seconds and memory that one rank needs to plan a weight sync of a large model, and how long the sync should take.
+"""Measures seconds and memory of one rank's plan for a weight sync of a large model, and predicts the sync's duration.
 
     python tools/benchmarks/plan.py [--case NAME ...] [--network-gb-per-s 50] [--node-gb-per-s 450]
 
-Layouts need only shapes, so no weights, GPUs or other ranks are involved. Every case runs in a process of its own, so
-that its peak memory is its own; `plan_s` are the processor's seconds for all that a rank does from the two configs to
-its own plan, for the slowest of the first and last ranks of both sides. Predicted are the seconds of the busiest sender
-or receiver between nodes at the given bandwidths per rank, beside the bound max(W / (T * rx), W / (N * tx)) of W bytes
-that N training ranks send to T inference ranks. The last line is one JSON object.
+Layouts need only shapes, so no weights, GPUs or other ranks are involved. Every case runs in its own process, to
+separate the peaks of memory. `plan_s` is the processor time of a rank from the two configs to its own plan. It is that
+of the slowest among the first and last ranks of both sides. The prediction is the time of the busiest sender or
+receiver between nodes at the given bandwidths per rank. The bound is max(W / (T * rx), W / (N * tx)) for W bytes from N
+training ranks to T inference ranks. The last line is one JSON object.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def measure(name: str, links: Links, results: "multiprocessing.SimpleQueue[dict]
 
 
 def peak_bytes() -> int:
-    """Of this process so far."""
+    """Returns the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,23 +1,22 @@
-"""A random Qwen3 of real size, trained for a few steps: seconds of a step and of its parts, and memory against what
-must be there.
+"""Trains a random Qwen3 of real size for a few steps. Measures the seconds of a step and its parts, and memory.
 
     python tools/benchmarks/real_size.py [--size 0.6b] [--cases colocated,apart] [--steps 5] [key=value ...]
 
-Checkpoint and tokenizer, whose vocabulary is full, are made at run time. Every case is a whole job without a GPU:
+The checkpoint, and a tokenizer with a full vocabulary, are made at run time. Every case is a whole job without a GPU:
 
     colocated    one rank has all roles, with weight_sync.verify
-    reference    as colocated, with a reference
-    offload      as colocated, with every role leaving the device, which is the host
-    apart        actor and engine on a rank each, asynchronously
-    checkpoint   as apart, with a checkpoint of the whole run at every second step
+    reference    like colocated, with a reference
+    offload      like colocated, with offload of every role; without a GPU the device is the host
+    apart        actor and engine on one rank each, asynchronously
+    checkpoint   like apart, with a checkpoint of the whole run at every second step
 
-Weights are bfloat16 where the processor multiplies that. Where it does not torch's products of it take some fifty times
-as long as those of float32, which is then used.
+Weights are bfloat16 if the processor multiplies bfloat16. Otherwise they are float32, because torch's bfloat16 products
+would take some fifty times as long.
 
-Seconds are medians over the steps after the first, which counts to the start; with a checkpoint, those of steps that
-have it and of those that do not. `must_gb` is what weights, gradients and optimizer of a rank's roles take, without
-Python (0.4 GB) and what a micro-batch needs, of which logits and the vocabulary's gradients are most; `peak_gb` is the
-most that its process held. The last line is one JSON object.
+Seconds are medians over the steps after the first one. The first step counts as part of the start. Steps with and
+without a checkpoint are reported separately. `must_gb` is the size of weights, gradients and optimizer of a rank's
+roles. It excludes Python (0.4 GB) and a micro-batch's memory, mostly logits and the vocabulary's gradients. `peak_gb`
+is the peak of the rank's process. The last line is one JSON object.
 """
 
 import argparse
@@ -84,7 +83,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 
 
 def make_model(folder: Path, size: Size, vocab_size: int) -> int:
-    """A checkpoint with a tokenizer of `vocab_size` words, and prompts beside it. Its number of parameters."""
+    """Writes a checkpoint with a tokenizer of `vocab_size` words, and prompts. Returns the number of parameters."""
     folder.mkdir(parents=True)
     words = [EOS, PAD, *(f"w{number}" for number in range(vocab_size - 2))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=PAD))
@@ -114,7 +113,7 @@ def make_model(folder: Path, size: Size, vocab_size: int) -> int:
 
 
 class Memory(threading.Thread):
-    """Looks at the processes below this one until `done`: `peak_bytes` by rank is the most that each has held."""
+    """Watches the child processes until `done`. `peak_bytes` has the peak of each rank."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -128,7 +127,7 @@ class Memory(threading.Thread):
 
 
 def _ranks_below(parent: int) -> Iterator[tuple[int, int]]:
-    """(rank, most resident bytes so far) of the processes below `parent` that torchrun has numbered."""
+    """Yields (rank, peak resident bytes) for torchrun's ranks below `parent`."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         for child in _read(children).split():
             variables = dict(entry.partition("=")[::2] for entry in _read(Path(f"/proc/{child}/environ")).split("\0"))
@@ -181,7 +180,7 @@ def keep_logs(run_folder: Path, logs: Path) -> None:
 
 
 def measured(records: list[dict[str, float]]) -> dict[str, float]:
-    """Of the steps after the first, in seconds and bytes."""
+    """Returns seconds and bytes of the steps after the first one."""
     later = records[1:]
     saved = [record for record in later if "perf/checkpoint_copy_s" in record]
     others = [record for record in later if record not in saved]
@@ -201,8 +200,8 @@ def median(records: list[dict[str, float]], name: str) -> float:
 
 
 def must_be_there(case: str, num_parameters: int, dtype: str) -> dict[int, float]:
-    """GB by rank: of a parameter an actor has 4 bytes of gradient, 8 of moments and, of another type than its weight's,
-    4 of master weight; others have the weight."""
+    """Returns GB by rank. Per parameter an actor has 4 bytes of gradient and 8 of moments, and 4 of master weight if
+    its dtype differs from the weight's. All roles have the weight."""
     weights = {"bfloat16": 2, "float32": 4}[dtype] * num_parameters / 1e9
     actor = weights + {"bfloat16": 16, "float32": 12}[dtype] * num_parameters / 1e9
     others = {"colocated": weights, "offload": weights, "reference": 2 * weights}
@@ -217,16 +216,14 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if HAS_BFLOAT16 else "float32")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--folder", help="for checkpoints, which may be large; default: the system's for such")
-    parser.add_argument(
-        "--logs", type=Path, help="where every case leaves its metrics and, with logging.trace, its trace"
-    )
+    parser.add_argument("--folder", help="folder for large temporary checkpoints; default: the system's")
+    parser.add_argument("--logs", type=Path, help="folder for every case's metrics and, with logging.trace, its trace")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_args(given)
 
 
 def job_settings(arguments: argparse.Namespace) -> list[str]:
-    """Returns the overrides that the command line gives."""
+    """Returns the overrides from the command line."""
     return [f"steps={arguments.steps}", f"model.dtype={arguments.dtype}", *arguments.overrides]
 
 

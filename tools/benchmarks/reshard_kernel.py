@@ -1,20 +1,19 @@
-"""GB/s at which the slices of real layers are packed into a contiguous bucket, beside what the memory can do and what
-torch does.
+"""Measures GB/s of packing the slices of real layers into a contiguous bucket, against the memory's speed and torch.
 
     python tools/benchmarks/reshard_kernel.py --device cpu [--threads 1 2] [--repeats 9] [--gigabytes 1]
     python tools/benchmarks/reshard_kernel.py --device cuda
 
-The slices are what one rank packs for 8 tensor-parallel ranks: of Qwen3-8B's layers, and of Qwen3-30B-A3B's experts,
-where half of about 1,800 slices are column windows of 96 columns. Everything is one launch on one bucket.
+The slices are those of one rank for 8 tensor-parallel ranks. They come from Qwen3-8B's layers, and from Qwen3-30B-A3B's
+experts. Of the latter's 1,800 slices half are column windows of 96 columns. Each case is one launch on one bucket.
 
-GB/s are of (bytes read + bytes written) / 2, which for a copy is its payload counted once, so that a cast can be held
-against the same bound: one contiguous copy of as many bytes, on the CPU with non-temporal stores, on CUDA from device
-to device. `of_bound` is the ratio; `of_torch` is to the faster of torch's ways: `_foreach_copy_` and a loop of `copy_`
-over narrowed tensors. FP8 has no counterpart in torch; `amax` is the pass before it, which only reads. So does
-`checksum`, by which weight_sync.verify compares: RLTRAIN_NATIVE=off shows what it is by torch operations.
+GB/s count (bytes read + bytes written) / 2, the payload of a copy. So a cast can be compared with the same bound: one
+contiguous copy of as many bytes, with non-temporal stores on the CPU and from device to device on CUDA. `of_bound` is
+the ratio to it. `of_torch` is the ratio to the faster of `_foreach_copy_` and a loop of `copy_` over narrowed tensors.
+FP8 has no counterpart in torch. `amax` is the pass before it and only reads. So does `checksum`, used by
+weight_sync.verify. With RLTRAIN_NATIVE=off it shows the speed of torch operations.
 
-Each repeat times all rivals of a case one after the other, so that other load on the machine meets all alike; reported
-are medians. The last line is one JSON object.
+Each repeat times all rivals of a case in turn, so other load on the machine affects all alike. Medians are reported.
+The last line is one JSON object.
 """
 
 import argparse
@@ -49,14 +48,14 @@ Rival = Callable[[], None]
 
 @dataclass(frozen=True)
 class Matrix:
-    """Cut among ranks by rows, or into windows of columns."""
+    """A matrix divided among ranks by rows, or into windows of columns."""
 
     rows: int
     cols: int
     windows: bool = False
 
 
-# One layer. Query, key and value rows of a key-value head lie together, as do gate and up rows of a rank.
+# One layer. Query, key and value rows of a key-value head are adjacent, as are gate and up rows of a rank.
 QWEN3_8B = (
     *(Matrix(heads * 128, 4096) for heads in (32, 8, 8)),
     Matrix(4096, 32 * 128, windows=True),
@@ -88,8 +87,8 @@ CASES = tuple(
 
 
 def shards(matrices: tuple[Matrix, ...], max_elements: int) -> Iterator[tuple[int, Matrix, int, int]]:
-    """The matrices again and again until there are `max_elements`: (first element, matrix, rank, first row or column)
-    of every rank's part of each."""
+    """Yields (first element, matrix, rank, first row or column) for every rank's part of each matrix. Repeats the
+    matrices up to `max_elements`."""
     begin = 0
     while True:
         for matrix in matrices:
@@ -101,7 +100,7 @@ def shards(matrices: tuple[Matrix, ...], max_elements: int) -> Iterator[tuple[in
 
 
 def make_slices(case: Case, max_elements: int) -> Array:
-    """Base 0 is packed into base 1, one rank's shards after another's; amax entries are in base 2."""
+    """Returns slices from base 0 into base 1, one rank's shards after another's. Entries for amax are in base 2."""
     parts = list(shards(case.matrices, max_elements))
     slices = np.zeros(len(parts), SLICE)
     slices["dst_base"], slices["amax_base"] = 1, -1
@@ -116,7 +115,7 @@ def make_slices(case: Case, max_elements: int) -> Array:
     sizes = slices["rows"] * slices["cols"]
     slices["dst_offset"] = np.cumsum(sizes) - sizes
     if case.destination == ElementType.FLOAT8_E4M3:
-        # Entries of their own for every slice: how parts of a block share one makes no difference to the speed.
+        # Every slice has its own entries. Sharing them within a block would not change the speed.
         rows, cols = ((slices[f"{axis}_phase"] + slices[f"{axis}s"] + BLOCK - 1) // BLOCK for axis in ("row", "col"))
         slices["amax_base"], slices["amax_stride"] = 2, cols
         slices["amax_offset"] = np.cumsum(rows * cols) - rows * cols
@@ -137,7 +136,7 @@ class Bench:
         blocks = int(((self.slices["rows"] // BLOCK + 2) * (self.slices["cols"] // BLOCK + 2)).sum())
         self.table = CopyTable(self.slices, device)
         self.table.bind([self.source, self.bucket, torch.zeros(blocks, device=device)])
-        # The bound reads the same source and, where nothing is cast, writes the same bucket.
+        # The bound reads the same source. It writes the same bucket if nothing is cast.
         self.traffic = self.read_bytes + self.written_bytes
         scratch_bytes = 0 if source == destination else self.traffic // 2
         self.scratch = torch.zeros(scratch_bytes, dtype=torch.uint8, device=device)
@@ -208,7 +207,7 @@ def measure(case: Case, num_bytes: int, device: torch.device, repeats: int) -> d
             if repeat > 1:  # the first rounds warm up
                 samples[name].append(seconds)
     median = {name: statistics.median(times) for name, times in samples.items()}
-    # Some passes write nothing to speak of.
+    # These passes write almost nothing.
     moved = {name: bench.read_bytes if name in ("amax", "checksum") else bench.traffic / 2 for name in median}
     torch_seconds = [median[name] for name in ("foreach_copy", "copy_loop") if name in median]
     return {

@@ -1,13 +1,13 @@
-"""Tokens per second of the embedded engine and of transformers' `generate`, side by side on one model.
+"""Measures tokens per second of the embedded engine and of transformers' `generate`, side by side on one model.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/rollout.py [--model DIR] [--repeats 9] [--threads 1] [--cases TEXT]
 
-Both get the same prompts and draw at temperature 1 without truncation; the engine also returns every token's log-prob.
-Each repeat times one after the other, so that other load on the machine meets both alike; reported are medians, and the
+Both get the same prompts and sample at temperature 1 without truncation. The engine also returns every token's
+log-prob. Each repeat times them in turn, so other load on the machine affects both alike. Medians are reported, and the
 engine's ratio to `generate`. Tokens after a sequence's end are not counted. The last line is one JSON object.
 
-Without --model a Qwen3 of the quickstart's size with random weights is made: there each token ends its sequence with a
-probability near 1/15, so that lengths in the cases that stop there have a long tail.
+Without --model a Qwen3 of the quickstart's size with random weights is made. Each of its tokens ends the sequence with
+a probability near 1/15. So lengths have a long tail in the cases with stop tokens.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MAX_RUNNING = 256
 
 @dataclass(frozen=True)
 class Case:
-    """`samples_per_prompt` neighbours share a prompt; `stops` lets sequences end at the end-of-sequence tokens."""
+    """A case. `samples_per_prompt` neighbours share a prompt. With `stops` sequences end at end-of-sequence tokens."""
 
     name: str
     num_sequences: int
@@ -98,14 +98,14 @@ class Embedded:
         )
 
     def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
-        """Number of tokens generated."""
+        """Returns the number of generated tokens."""
         requests = [Sample(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(prompts.tolist())]
         sampling = SamplingParams(1.0, 1.0, 0, case.max_response_tokens, self._eos if case.stops else ())
         return sum(len(completion.tokens) for completion in self._engine.generate(requests, sampling))
 
 
 class Generate:
-    """transformers' `generate`, at most as many sequences at once as the engine runs."""
+    """transformers' `generate`, with at most as many parallel sequences as the engine."""
 
     name = "generate"
 
@@ -115,7 +115,7 @@ class Generate:
         self._model.generation_config.eos_token_id = None  # each case says what ends a sequence
 
     def run(self, case: Case, prompts: Tensor, seed: int) -> int:
-        """Number of tokens generated."""
+        """Returns the number of generated tokens."""
         torch.manual_seed(seed)
         return sum(self._generate(case, batch) for batch in prompts.split(MAX_RUNNING))
 
@@ -139,7 +139,7 @@ class Generate:
 
 
 def draw_prompts(case: Case, architecture: Architecture) -> torch.Tensor:
-    """[sequences, PROMPT_TOKENS] without end-of-sequence tokens."""
+    """Returns prompts without end-of-sequence tokens, [sequences, PROMPT_TOKENS]."""
     generator = torch.Generator().manual_seed(0)
     eos = architecture.eos_token_ids
     allowed = torch.tensor([token for token in range(architecture.vocab_size) if token not in eos])
@@ -169,10 +169,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument("--cases", default="", help="run only cases with this text in their name")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
-        parser.error("--repeats is at least 1")
+        parser.error("--repeats must be at least 1")
     if not any(arguments.cases in case.name for case in CASES):
         parser.error(f"--cases {arguments.cases!r} fits none of {[case.name for case in CASES]}")
     return arguments

@@ -1,4 +1,4 @@
-"""What the rows of a large file cost the processes of a node: to load, to hold, and to draw one.
+"""Measures a large file's cost to the processes of a node: loading, memory, and reading a row.
 
 python tools/benchmarks/rows.py --model MODEL --folder FOLDER --rows 1000000 --processes 4
 """
@@ -30,7 +30,7 @@ LIMIT = timedelta(seconds=7200)
 
 
 def write_rows(path: Path, num_rows: int) -> None:
-    """Short sums, as lines of about 50 bytes."""
+    """Writes short sums, as lines of about 50 bytes."""
     with path.open("w") as file:
         for first in range(0, num_rows, WRITTEN_ROWS):
             file.writelines(_lines(first, min(first + WRITTEN_ROWS, num_rows)))
@@ -43,7 +43,7 @@ def _lines(first: int, end: int) -> Iterator[str]:
 
 
 def memory_mb() -> dict[str, float]:
-    """Of this process: what is resident, and its share of what it shares with others."""
+    """Returns this process's resident memory, and its share of memory in common with others."""
     found = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -53,7 +53,7 @@ def memory_mb() -> dict[str, float]:
 
 
 def measure(rank: int, port: int, asked: argparse.Namespace, barrier: Barrier, results: Any) -> None:
-    """As one of the ranks of a node."""
+    """Measures as one of the ranks of a node."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
     file = schema.PromptFile(path=str(rows_path(asked)))
@@ -93,7 +93,7 @@ def rows_path(asked: argparse.Namespace) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a checkpoint with a tokenizer")
-    parser.add_argument("--folder", required=True, help="for the rows and their index; a second run finds both")
+    parser.add_argument("--folder", required=True, help="folder for the rows and their index; a second run reuses them")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--held", action="store_true", help="every process checks and holds all rows, without an index")

@@ -1,12 +1,12 @@
-"""Seconds per optimizer step: rltrain's actor, and the same megatron-core step written bare, side by side.
+"""Measures seconds per optimizer step of rltrain's actor and of the same step in bare megatron-core, side by side.
 
     torchrun --nproc-per-node 2 tools/benchmarks/train_step.py [--tp 2] [--sequences 128] [--repeats 15] ...
 
-Both train equal copies of one model on the same samples. "bare" calls megatron-core directly: its GPTModel with these
-layers, its DDP, optimizer and schedule, its fused cross-entropy, on a batch that was packed beforehand. "rltrain" is
-TrainableModel.train_batch with the SFT loss, which also packs, computes entropies and reduces metrics over ranks. Each
-repeat times both, in turn first, so that other load on the machine meets both alike; reported are medians of the
-slowest rank. The last line is one JSON object. The default size is the quickstart's.
+Both train equal copies of one model on the same samples. "bare" calls megatron-core directly. It uses its GPTModel with
+these layers, its DDP, optimizer and schedule, and its fused cross-entropy, on a batch packed beforehand. "rltrain" is
+TrainableModel.train_batch with the SFT loss. It also packs, computes entropies and reduces metrics over ranks. Each
+repeat times both and alternates their order, so other load on the machine affects both alike. Medians of the slowest
+rank are reported. The last line is one JSON object. The default size is the quickstart's.
 """
 
 import argparse
@@ -38,7 +38,7 @@ LEARNING_RATE = 1e-4
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With the sizes of the model and of its samples."""
+    """Returns a parser with the sizes of the model and of its samples."""
     made = argparse.ArgumentParser(description=description)
     for name, default in {
         "sequences": 128,
@@ -86,7 +86,7 @@ def architecture_of(arguments: argparse.Namespace) -> Architecture:
 
 
 def make_experience(arguments: argparse.Namespace, seed: int) -> Experience:
-    """Samples of random lengths and tokens; all but each sample's first token count as response."""
+    """Returns samples of random lengths and tokens. All tokens except each sample's first one count as response."""
     generator = torch.Generator().manual_seed(seed)
     num_samples = arguments.sequences
     lengths = torch.randint(arguments.min_tokens, arguments.max_tokens + 1, (num_samples,), generator=generator)
@@ -107,7 +107,8 @@ def make_experience(arguments: argparse.Namespace, seed: int) -> Experience:
 
 
 class BareStep:
-    """Megatron's own pieces put together as its examples do. Losses are averaged over this rank's response tokens."""
+    """A step of Megatron's own parts, assembled as in its examples. Losses are averages over this rank's response
+    tokens."""
 
     def __init__(self, model: LanguageModel, experience: Experience, micro_batch_tokens: int) -> None:
         groups = model.pg_collection
@@ -168,7 +169,7 @@ class BareStep:
 
 
 def time_steps(steps: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of the slowest rank for each step, after two warm-up rounds."""
+    """Returns the median seconds of the slowest rank for each step, after two warm-up rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 2):
         for name in sorted(steps, reverse=repeat % 2 == 1):
@@ -192,7 +193,7 @@ def copy_of(model: LanguageModel, make: Callable[[], LanguageModel]) -> Language
 
 
 def join_ranks() -> torch.device:
-    """This rank's device; it computes on one thread. Collective over: all ranks."""
+    """Joins the ranks and returns this rank's device. Each rank computes on one thread. Collective over: all ranks."""
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

@@ -1,23 +1,24 @@
-"""Milliseconds per weight sync: rltrain's, and what else does it, side by side on one model.
+"""Measures milliseconds per weight sync of rltrain and of other ways, side by side on one model.
 
     python tools/benchmarks/weight_sync.py --ranks 2 --src tp2 --dst tp1 --params 100m
     python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.ep4.etp1 --dst tp2 --experts 32
     python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.pp2 --dst tp1 [--dtype bfloat16] [--bucket-mb 32] ...
 
-Starts its own ranks on this machine, joined over the loopback interface, or with --device cuda on its GPUs, joined by
-NCCL. --src is Megatron's layout, --dst the engine's, each on all ranks unless --src-ranks and --dst-ranks say otherwise
-("0-1"); ranks that are left over hold replicas. The rivals:
+Starts its own ranks on this machine, connected over loopback. With --device cuda they are on its GPUs, connected by
+NCCL. --src is Megatron's layout and --dst the engine's. Each is on all ranks unless --src-ranks and --dst-ranks say
+otherwise ("0-1"). Remaining ranks hold replicas. The rivals:
 
-ours       Resharding.run, from Megatron's parameters into the engine's; ranks on CPUs read each other's memory
-ours_wire  the same over the wire alone, as between nodes
-refit      megatron-core's swap_model_weights, which knows Megatron's layouts alone: into a second Megatron model of
-           the layout --dst, not into the engine's fused parameters
-raw        one all-to-all of as many bytes between the same ranks as our plan moves, from plain buffers: the bound;
-           with one rank, one copy of the same bytes
+- ours: Resharding.run, from Megatron's parameters into the engine's. Ranks on CPUs read each other's memory.
+- ours_wire: the same over the wire only, as between nodes.
+- refit: megatron-core's swap_model_weights. It supports only Megatron's layouts, so the destination is a second
+  Megatron
+  model of layout --dst, without the engine's fused parameters.
+- raw: one all-to-all of as many bytes between the same ranks, from plain buffers. It is the bound. With one rank it is
+  one copy of the same bytes.
 
-Each round times every rival once, in turn first, so that other load on the machine meets all alike; reported are
-medians of the slowest rank. Before that each rival writes into spoilt parameters, which are then compared with the
-checkpoint's values. The last line is one JSON object.
+Each round times every rival once and rotates their order, so other load on the machine affects all alike. Medians of
+the slowest rank are reported. Before that each rival writes into overwritten parameters, and these are compared with
+the checkpoint's values. The last line is one JSON object.
 """
 
 import argparse
@@ -73,7 +74,7 @@ RATIOS = {
 
 
 class Ours:
-    """Resharding.run, set up once; with `share_memory` as it is within a node, without as it is between nodes."""
+    """Resharding.run, set up once. `share_memory` is True within a node and False between nodes."""
 
     def __init__(
         self,
@@ -102,21 +103,21 @@ class Ours:
         self.reports.append(asdict(self.resharding.run(self.source, self.destination)))
 
     def parts(self) -> dict[str, float]:
-        """Medians of this rank's reports."""
+        """Returns medians of this rank's reports."""
         numbers = [name for name, value in self.reports[-1].items() if isinstance(value, int | float)]
         return {name: statistics.median(report[name] for report in self.reports) for name in numbers}
 
 
 class RawWire:
-    """As many bytes between the same ranks as a plan moves, from and to plain buffers, in one all-to-all.
+    """One all-to-all of as many bytes between the same ranks as in a plan, between plain buffers.
 
-    Where nothing leaves a rank it is one copy of as many bytes as the plan copies.
+    With one rank it is one copy of as many bytes as the plan copies.
     """
 
     def __init__(self, case: Case, sent: list[int], received: list[int], local: int) -> None:
         """`sent` and `received` are bytes by rank."""
         self.group, self.sent, self.received = case.group, sent, received
-        # Written, so that no page is first touched while the time runs.
+        # Buffers are written here, so no page is touched first during the measurement.
         self.outgoing, self.incoming = (
             torch.zeros(sum(sizes) or local, dtype=torch.uint8, device=case.device) for sizes in (sent, received)
         )
@@ -130,7 +131,7 @@ class RawWire:
 
 
 def bytes_by_peer(plan: RankPlan, num_ranks: int) -> tuple[list[int], list[int], int]:
-    """Returns what this rank sends to each rank and receives from each, and what it copies within itself, in bytes."""
+    """Returns the bytes that this rank sends to each rank, those it receives from each, and those it copies locally."""
     wire = wire_types(plan.source_types, plan.destination_types)
     sent, received = ([0] * num_ranks for _ in range(2))
     for stage, types in ((plan.direct, wire), (plan.fan_out, plan.destination_types)):
@@ -143,7 +144,7 @@ def bytes_by_peer(plan: RankPlan, num_ranks: int) -> tuple[list[int], list[int],
 
 
 class Refit:
-    """Reshards between real models of Megatron on the case's grids. The first call makes its plan and keeps it."""
+    """Reshards between real Megatron models on the case's grids. The first call makes the plan and keeps it."""
 
     def __init__(self, case: Case, timeout_s: float) -> None:
         """Imports all of training. Collective over: all ranks."""
@@ -188,15 +189,15 @@ def _build(case: Case, grid: Grid, groups: Any) -> Any:
     )
     for name, parameter in local_parameters(model).items():
         if name.endswith("linear_fc1.weight"):
-            # As Megatron marks it when it initialises weights itself: a shard is its part of the gate, then of the up
+            # Megatron sets this when it initialises weights itself: a shard is its part of the gate, then of the up
             # projection. Without it the refit would mix the two.
             parameter.partition_stride = 2  # type: ignore[attr-defined]
     return model
 
 
 def _name_as_grouped(model: Any) -> None:
-    """The same parameters of experts under the names of Transformer Engine's grouped layers: the refit tells which
-    expert is whose by these alone."""
+    """Renames the experts' parameters as in Transformer Engine's grouped layers. The refit finds experts by these
+    names."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for module in model.modules():
@@ -212,7 +213,7 @@ def _name_as_grouped(model: Any) -> None:
 
 @contextlib.contextmanager
 def _no_cuda_streams() -> Iterator[None]:
-    """Its copy service makes CUDA streams and pinned memory, on machines without CUDA too."""
+    """Replaces CUDA streams and pinned memory. The refit's copy service creates them even without CUDA."""
     stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     empty = torch.empty
 
@@ -244,7 +245,7 @@ class Benchmark:
         self.ours: Ours | None = None
 
     def run(self) -> dict[str, Any]:
-        """Collective over: all ranks, as the rest of this class."""
+        """Runs the benchmark. Collective over: all ranks, like the rest of this class."""
         rivals = self.make_rivals()
         seconds = time_rounds(
             rivals, self.arguments.iterations, self.arguments.warm_up, self.cpu_group, self.case.device
@@ -266,7 +267,7 @@ class Benchmark:
         }
 
     def make_rivals(self) -> dict[str, Rival]:
-        """Those asked for that can run here, each found to write the right values."""
+        """Returns the requested rivals that can run here, after checking the values they write."""
         made: dict[str, Rival] = {}
         for name in self.arguments.rivals:
             reason = self.refusal(name)
@@ -277,10 +278,10 @@ class Benchmark:
         return made
 
     def refusal(self, name: str) -> str | None:
-        """Why a rival cannot run here, if so."""
+        """Returns the reason if a rival cannot run here, else None."""
         case = self.case
         if name == "ours_wire" and (case.device.type != "cpu" or dist.get_world_size() == 1):
-            return "ranks share no memory here: it would be the same as ours"
+            return "ranks share no memory here, so it equals ours"
         if name == "refit":
             if case.source.ranks != case.destination.ranks:
                 return "swap_model_weights needs both models on every rank"
@@ -311,17 +312,17 @@ class Benchmark:
         return RawWire(self.case, self.sent, self.received, self.local)
 
     def check(self, name: str, rival: Rival, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        """Stop the benchmark where `rival` leaves a wrong element in `tensors`, this rank's part of `layout`."""
+        """Ends the benchmark if `rival` writes a wrong element into `tensors`, this rank's part of `layout`."""
         spoil(tensors)
         rival()
         wrong = wrong_tensors(layout, self.rank, tensors, self.case) if tensors else []
         if wrong:
             print(f"rank {self.rank}: {name} wrote {len(wrong)} tensors wrong, the first is {wrong[0]}", flush=True)
         if not self.is_everywhere(not wrong):
-            raise SystemExit(f"{name} does not move the weights correctly: there is nothing to compare")
+            raise SystemExit(f"{name} does not move the weights correctly, so its time means nothing")
 
     def largest(self, value: int) -> int:
-        """The maximum over all ranks."""
+        """Returns the maximum over all ranks."""
         result = torch.tensor([value])
         dist.all_reduce(result, dist.ReduceOp.MAX, group=self.cpu_group)
         return int(result)
@@ -330,7 +331,7 @@ class Benchmark:
         return not self.largest(not value)
 
     def describe(self) -> dict[str, Any]:
-        """The settings, and the busiest ranks' bytes."""
+        """Returns the settings and the largest number of bytes of a rank."""
         arguments, model = self.arguments, self.case.architecture
         names = ("ranks", "src", "dst", "src_ranks", "dst_ranks", "dtype", "bucket_mb", "iterations", "device")
         shapes = self.layouts[0].tensors.shapes
@@ -348,7 +349,7 @@ class Benchmark:
 
 
 def ratios(times: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Of the medians, where both rivals ran."""
+    """Returns the ratios of medians, if both rivals ran."""
     return {
         name: round(times[first]["median"] / times[second]["median"], 3)
         for name, (first, second) in RATIOS.items()
@@ -362,7 +363,8 @@ def print_once(text: str) -> None:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Rank 0 writes what was found to arguments.result, or prints it. Collective over: all ranks."""
+    """Runs the benchmark as a rank. Rank 0 writes the result to arguments.result or prints it. Collective over: all
+    ranks."""
     torch.set_num_threads(1)
     cuda = arguments.device == "cuda"
     if cuda:
@@ -381,7 +383,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def make_case(arguments: argparse.Namespace) -> Case:
-    """Collective over: all ranks."""
+    """Returns the case for the arguments. Collective over: all ranks."""
     source = parse_grid(arguments.src, parse_ranks(arguments.src_ranks, arguments.ranks))
     destination = parse_grid(arguments.dst, parse_ranks(arguments.dst_ranks, arguments.ranks))
     cuda = arguments.device == "cuda"
@@ -398,12 +400,12 @@ def make_case(arguments: argparse.Namespace) -> Case:
 
 
 def make_groups(arguments: argparse.Namespace) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Returns groups of all ranks, the second on gloo. Collective over: all ranks."""
+    """Returns two groups of all ranks, the second one on gloo. Collective over: all ranks."""
     if arguments.ranks == 1:
         alone = dist.group.WORLD
         assert alone is not None, "torch.distributed is initialised"
         return alone, alone
-    from rltrain.runtime.process_groups import ProcessGroups  # needs pydantic, which one rank can do without
+    from rltrain.runtime.process_groups import ProcessGroups  # needs pydantic; one rank does not
 
     world = tuple(range(arguments.ranks))
     backend = "nccl" if arguments.device == "cuda" else "gloo"
@@ -420,22 +422,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dst-ranks", default="", help="such as 2-3; default: all ranks")
     parser.add_argument("--params", default="100m", help="about how many parameters, such as 100m or 1.5b")
     parser.add_argument(
-        "--experts", type=int, default=0, help="of every layer, such as 32; layouts then have ep and etp"
+        "--experts", type=int, default=0, help="experts per layer, such as 32; layouts then have ep and etp"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--bucket-mb", type=float, default=32)
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--rivals", default=",".join(RIVALS), help="which of them, separated by commas")
+    parser.add_argument("--rivals", default=",".join(RIVALS), help="the rivals, separated by commas")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--timeout-s", type=float, default=600, help="for each run of ranks")
+    parser.add_argument("--timeout-s", type=float, default=600, help="limit of each run of ranks")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the JSON
     arguments = parser.parse_args()
     arguments.rivals = [name for name in arguments.rivals.split(",") if name]
     if unknown := set(arguments.rivals) - set(RIVALS):
         parser.error(f"--rivals has {', '.join(sorted(unknown))}; known are {', '.join(RIVALS)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU that torch can use: there is none here")
+        parser.error("--device cuda needs a GPU that torch can use; this machine has none")
     if arguments.ranks is None:
         arguments.ranks = torch.cuda.device_count() if arguments.device == "cuda" else 2
     if arguments.device == "cuda" and arguments.ranks > torch.cuda.device_count():
@@ -457,17 +459,17 @@ def _check_layouts(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         if idle := set(range(arguments.ranks)) - {*source, *destination}:
             raise ValueError(f"ranks {sorted(idle)} are neither in --src-ranks nor in --dst-ranks")
         if "pp" in arguments.dst:
-            raise ValueError(f"--dst {arguments.dst}: engines split by tensor parallelism alone")
+            raise ValueError(f"--dst {arguments.dst}: engines are split only by tensor parallelism")
         parse_count(arguments.params)
     except ValueError as error:
         parser.error(str(error))
 
 
 def launch(file: str, num_ranks: int, timeout_s: float, before: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs `file` on ranks of its own with the options of this process, behind `before`; returns what rank 0 found."""
+    """Runs `file` on its own ranks with this process's options, after the words `before`. Returns rank 0's result."""
     repository = Path(__file__).resolve().parents[2]
     python_path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
-    # Dependencies warn at length about packages that are optional here.
+    # Dependencies print long warnings about optional packages.
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     environment = {**defaults, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     with tempfile.TemporaryDirectory() as folder:
@@ -481,7 +483,7 @@ def launch(file: str, num_ranks: int, timeout_s: float, before: Sequence[str] = 
                 torchrun.terminate()  # it ends its ranks first
                 raise SystemExit(f"not done after {timeout_s:g} s") from None
         if status:
-            raise SystemExit(f"a rank failed: its message is above (torchrun ended with status {status})")
+            raise SystemExit(f"a rank failed; its message is above (torchrun ended with status {status})")
         found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of a weight sync are timed on: a model, its placements, weights that can be checked, rounds."""
+"""The case of a weight sync benchmark: a model, its placements, checkable weights, and timed rounds."""
 
 import ctypes
 import math
@@ -29,16 +29,16 @@ VOCAB_PER_HIDDEN = 8
 HIDDEN_MULTIPLE = 128  # heads of a multiple of 8 elements
 HIDDEN_PER_LAYER = 64
 NOT_WRITTEN = 7.0
-"""What destinations are filled with before a rival writes them; weights lie within (-1, 1)."""
+"""Initial value of destinations. Weights are between -1 and 1."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and Megatron's and the engine's grids, which may share ranks and together have all.
+    """A model, and Megatron's and the engine's grids. The grids may share ranks, and cover all ranks together.
 
-    `group` and `cpu_group` have all ranks; `cpu_group` is gloo.
+    `group` and `cpu_group` have all ranks. `cpu_group` is on gloo.
     """
 
     architecture: Architecture
@@ -63,12 +63,12 @@ class Case:
 
 
 def parse_grid(text: str, ranks: tuple[int, ...]) -> Grid:
-    """A grid from text such as "tp2.pp2" or "tp2.ep2.etp1"; data parallelism takes up what is left of `ranks`."""
+    """Returns a grid from text such as "tp2.pp2" or "tp2.ep2.etp1". Data parallelism uses the remaining `ranks`."""
     sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 0}
     for part in text.split("."):
         name, size = part.rstrip("0123456789"), part.lstrip("abcdefghijklmnopqrstuvwxyz")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"{text!r} is no layout: write tp2, tp2.pp2, or of experts tp2.ep2.etp1")
+            raise ValueError(f"{text!r} is not a layout; expected tp2, tp2.pp2, or with experts tp2.ep2.etp1")
         sizes[name] = int(size)
     if len(ranks) % (sizes["tp"] * sizes["pp"]):
         raise ValueError(f"{text} does not fit on {len(ranks)} ranks: {sizes['tp']} x {sizes['pp']} must divide them")
@@ -76,7 +76,7 @@ def parse_grid(text: str, ranks: tuple[int, ...]) -> Grid:
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Ranks from text such as "0-3" or "2"; all of the world where it is empty."""
+    """Returns ranks from text such as "0-3" or "2". Empty text means all ranks."""
     if not text:
         return tuple(range(world_size))
     first, _, last = text.partition("-")
@@ -87,16 +87,16 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def parse_count(text: str) -> int:
-    """A number such as 100m, 1.5b or 300k."""
+    """Returns a number from text such as 100m, 1.5b or 300k."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
     return int(float(text[:-1]) * scale) if scale else int(text)
 
 
 def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0) -> Architecture:
-    """An untied Qwen3 of about `num_parameters`, its number of layers a multiple of `stages`.
+    """Returns an untied Qwen3 of about `num_parameters`, with a number of layers divisible by `stages`.
 
-    Per layer 12 hidden^2 parameters and 16 hidden^2 outside; about one layer per 64 of hidden size. With experts a
-    Qwen3-ExpertLayers, whose experts share out what the MLP of such a model would have.
+    It has 12 hidden^2 parameters per layer, 16 hidden^2 outside, and about one layer per 64 of hidden size. With
+    experts it is a Qwen3-MoE. Its experts divide the parameters of such a model's MLP.
     """
     outside = 2 * VOCAB_PER_HIDDEN
     per_layer = 2 + 2 * KV_HEADS // HEADS + 3 * FFN_PER_HIDDEN
@@ -121,7 +121,7 @@ def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0)
         num_kv_heads=KV_HEADS,
         head_dim=hidden // HEADS,
         ffn_hidden_size=FFN_PER_HIDDEN * hidden,
-        vocab_size=VOCAB_PER_HIDDEN * hidden,  # a multiple of 1024, so that neither side pads it
+        vocab_size=VOCAB_PER_HIDDEN * hidden,  # a multiple of 1024, so neither side pads it
         tied_embeddings=False,
         qkv_bias=False,
         qk_norm=True,
@@ -134,20 +134,20 @@ def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0)
 
 
 def canonical_values(layout: Layout, number: int, case: Case) -> Tensor:
-    """A checkpoint's tensor, [rows, cols], a function of its number alone: every rank can make any of them."""
+    """Returns a checkpoint tensor, [rows, cols]. It depends only on its number, so every rank can make any of them."""
     rows, cols = layout.tensors.matrix_shapes[number].tolist()
     generator = torch.Generator(case.device).manual_seed(number)
     return torch.empty(rows, cols, device=case.device).uniform_(-1, 1, generator=generator).to(case.dtype)
 
 
 def allocate(layout: Layout, rank: int, case: Case) -> dict[str, Tensor]:
-    """Tensors for what `rank` holds in `layout`, by name; none where it holds nothing."""
+    """Returns this rank's tensors in `layout`, by name. Empty if the rank holds none."""
     parameters = layout.on(rank).parameters if rank in layout.ranks else ()
     return {name: torch.full(shape, NOT_WRITTEN, dtype=case.dtype, device=case.device) for name, shape in parameters}
 
 
 def fill(layout: Layout, rank: int, tensors: Mapping[str, Tensor], case: Case) -> None:
-    """Give this rank's parameters in `layout` their parts of the checkpoint."""
+    """Writes this rank's parts of the checkpoint into its parameters in `layout`."""
     for _, name, part, offset, stride in _parts(layout, rank, case):
         _window(tensors[name], part.shape, offset, stride).copy_(part)
 
@@ -158,7 +158,7 @@ def spoil(tensors: Mapping[str, Tensor]) -> None:
 
 
 def wrong_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor], case: Case) -> list[str]:
-    """Names of the checkpoint's tensors of which this rank holds a wrong element."""
+    """Returns the names of checkpoint tensors of which this rank holds a wrong element."""
     wrong = {
         layout.tensors.names[number]
         for number, name, part, offset, stride in _parts(layout, rank, case)
@@ -168,7 +168,7 @@ def wrong_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor], case
 
 
 def _parts(layout: Layout, rank: int, case: Case) -> Iterator[tuple[int, str, Tensor, int, int]]:
-    """For every piece that `rank` holds: (tensor's number, parameter's name, right values, offset, stride)."""
+    """Yields (tensor's number, parameter's name, right values, offset, stride) for every piece of `rank`."""
     held = layout.on(rank)
     for number in sorted(set(held.pieces["tensor"].tolist())):
         values = canonical_values(layout, number, case)
@@ -183,7 +183,7 @@ def _window(tensor: Tensor, shape: torch.Size, offset: int, stride: int) -> Tens
 
 
 def keep_freed_memory() -> bool:
-    """From now on this process gives no freed memory back to the system; False where its C library cannot do that."""
+    """Keeps all freed memory in this process. Returns False if the C library does not support that."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         return False
@@ -193,13 +193,12 @@ def keep_freed_memory() -> bool:
 def time_rounds(
     rivals: Mapping[str, Rival], rounds: int, warm_up: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the slowest rank by allocator, rival and round, after `warm_up` more rounds.
+    """Returns seconds of the slowest rank by allocator, rival and round, after `warm_up` more rounds.
 
-    A round runs each rival once, in an order that turns by one place per round. On the CPU there are two series: with
-    the C library's allocator as it comes ("default"), where large blocks are given back to the system and come as new
-    pages, which cost more than the copies that fill them; and with all freed memory "kept", where what a rival
-    allocates costs it little. With CUDA memory comes from torch's cache and is always kept. Collective over: `group`,
-    which is gloo.
+    A round runs each rival once, and the order rotates by one per round. On the CPU there are two series. "default" has
+    the C library's usual allocator. It returns large blocks to the system, and their new pages cost more than the
+    copies into them. "kept" keeps all freed memory, so allocations cost little. With CUDA memory comes from torch's
+    cache and is always kept. Collective over: `group`, on gloo.
     """
     if device.type != "cpu":
         return {"kept": _series(rivals, rounds, warm_up, group, device)}
@@ -238,7 +237,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def milliseconds(seconds: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median, smallest and upper quartile of each."""
+    """Returns the median, minimum and upper quartile of each rival, in milliseconds."""
     return {
         name: {
             "median": round(1e3 * statistics.median(values), 3),
@@ -250,7 +249,7 @@ def milliseconds(seconds: Mapping[str, list[float]]) -> dict[str, dict[str, floa
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Returns date, hardware and versions, for a result that stands alone."""
+    """Returns date, hardware and versions, to make a result self-contained."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     machine = {

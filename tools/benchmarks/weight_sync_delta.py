@@ -1,15 +1,16 @@
-"""Milliseconds of a weight sync of what changed beside the full one, by the share of elements that changed.
+"""Measures milliseconds of a delta weight sync and of a full one, by the share of changed elements.
 
     python tools/benchmarks/weight_sync_delta.py --params 300m --dtype bfloat16
     python tools/benchmarks/weight_sync_delta.py --params 300m --dtype bfloat16 --gbit 10
 
-Two ranks, the actor's TP1 on one and an engine of TP1 on the other. Before each timed sync the share of all elements,
-drawn anew and evenly, has its lowest bit turned, which is the worst case for whoever sends runs of neighbours. Full and
-delta take turns; both in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
-compared with the source by checksums (reshard/verify.py) before it is timed. --gbit has the ranks run in a
-network of their own whose loopback carries no more bits per second (ip and tc, as root). The last line is one JSON
-object; milliseconds are medians, of the slower rank, and of the processors' work for both. Where a delta saves nothing
-a run tries it once in a while (reshard/delta_turns.py), which "in the long run" is the mean of.
+Two ranks: the actor with TP1 on one and an engine with TP1 on the other. Before each timed sync the lowest bit of a
+random share of all elements is flipped. That is the worst case for encodings of runs of neighbours. Full and delta
+syncs alternate. Both run in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
+compared with the source by checksums (reshard/verify.py) before it is timed.
+
+--gbit runs the ranks in their own network with limited loopback bandwidth (ip and tc, as root). The last line is one
+JSON object. Milliseconds are medians of the slower rank, and of the processors' work for both. If a delta saves
+nothing, a run tries it only from time to time (reshard/delta.py). "in the long run" is the mean over that.
 """
 
 import argparse
@@ -56,13 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--bucket-mb", type=float, default=32)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--gbit", type=float, help="gigabits per second of the wire; default: what loopback gives")
+    parser.add_argument("--gbit", type=float, help="gigabits per second of the wire; default: unlimited loopback")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the JSON
     return parser.parse_args()
 
 
 class Benchmark:
-    """Collective over: both ranks, as all of its methods."""
+    """The benchmark. All methods are collective over: both ranks."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         made = ProcessGroups([WORLD], backend="gloo", timeout_s=600)
@@ -94,7 +95,7 @@ class Benchmark:
         return {"benchmark": "weight_sync_delta", **settings, "milliseconds": found, **about}
 
     def compare(self, *, share_memory: bool) -> dict[str, dict[str, float]]:
-        """By share: medians, and what the delta sent."""
+        """Returns the medians and the sent bytes, by share."""
         full = self.resharding(share_memory, None)
         remembering = self.resharding(share_memory, DeltaSettings(in_shared_memory=True))
         delta = partial(remembering.run, self.source, self.destination, whole=False)
@@ -143,9 +144,10 @@ class Benchmark:
         return report
 
     def bandwidth(self) -> dict[str, float]:
-        """GB/s at which one thread compares memory with an equal one, by its own time of the processor, beside a copy.
+        """Returns GB/s of comparing memory with an equal one by one thread, and of copying it, by the thread's
+        processor time.
 
-        Both read the weights once, and read or write as much besides.
+        Both read the weights once, and read or write as many further bytes.
         """
         changes = changes_on(self.case.device)
         one = torch.zeros(COMPARED_BYTES, dtype=torch.uint8)
@@ -166,7 +168,7 @@ class Benchmark:
             turn_lowest_bits(tensor, share, self.generator)
 
     def time(self, run: Callable[[], SyncReport]) -> list[float]:
-        """Seconds of the slower rank, and those that the processors worked for both."""
+        """Returns seconds of the slower rank, and the processor seconds of both."""
         dist.barrier(self.group)
         start, worked = time.perf_counter(), time.process_time()
         run()
@@ -187,10 +189,10 @@ def turn_lowest_bits(tensor: Tensor, share: float, generator: torch.Generator) -
 
 
 def of_bandwidth(gbit: float | None) -> list[str]:
-    """Returns what a command is run behind, so that its loopback carries no more than so many gigabits per second."""
+    """Returns the words before a command that limit its loopback to `gbit` gigabits per second."""
     if gbit is None:
         return []
-    # The device carries what goes in both directions, each byte once; its packets are of 64 KiB.
+    # The device carries both directions, each byte once, in packets of 64 KiB.
     shaped = f"tc qdisc add dev lo root tbf rate {gbit}gbit burst 1mb latency 50ms"
     return ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shaped} && exec "$@"', "sh"]
 

@@ -1,4 +1,4 @@
-"""Calls to one server: what it answers, what it streams, and in which words it fails."""
+"""HTTP calls to one server: answers, streams, and errors."""
 
 import asyncio
 import ssl
@@ -17,28 +17,28 @@ from rltrain.errors import EngineError, EngineLost
 from rltrain.runtime.json_text import parse_json
 from rltrain.runtime.machine import JobThread
 
-# Calls to one server: what it answers, what it streams, and in which words it fails.
+# Calls inside an event loop.
 
 T = TypeVar("T")
 
 SHOWN_CHARACTERS = 2000
-"""Of a server's answer."""
+"""Most characters of a server's answer in messages."""
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0
-"""For calls that no work stands behind."""
+"""Limit for calls that need no work by the server."""
 _PREFIX, _DONE = b"data:", b"[DONE]"
 
 
 class ServerGone(Exception):  # noqa: N818 - names what happened
-    """It cannot be reached, says that it is broken, or has other weights than it was given."""
+    """The server cannot be reached, reports a failure of its own, or has other weights than expected."""
 
 
 class StreamCut(ServerGone):
-    """A stream ended before the server said that it was over."""
+    """A stream ended before the server announced its end."""
 
 
 class ServerRefuses(Exception):  # noqa: N818
-    """It will not do what it is asked, now or later."""
+    """The server refuses the request. It would refuse it later too."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -46,19 +46,19 @@ class ServerRefuses(Exception):  # noqa: N818
 
 
 class ServerBusy(Exception):  # noqa: N818
-    """It has too much to do."""
+    """The server is too busy for the request at the moment."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are reached. `token` None: without one. `ca_file` None: the system's certificates."""
+    """Access to servers. `token` None sends no token. `ca_file` None uses the system's certificates."""
 
     token: str | None = None
     ca_file: str | None = None
     connect_timeout_s: float = CONNECT_TIMEOUT_S
 
     def client(self, url: str) -> httpx.AsyncClient:
-        """Proxies that the environment names are ignored."""
+        """Returns a client for the server at `url`. It ignores the proxies of the environment."""
         is_tls = url.startswith("https:")
         context = ssl.create_default_context(cafile=self.ca_file) if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         return httpx.AsyncClient(
@@ -72,10 +72,10 @@ class Access:
 
 
 class Calls:
-    """To the server at `url`, which messages call `name`. All but `url` within one event loop.
+    """Calls to the server at `url`. Messages call the server `name`. All methods belong to one event loop.
 
-    ServerGone where there is no answer in time or one of status 500 and above, ServerBusy for 429, ServerRefuses for
-    any other that is not 200.
+    They raise ServerGone without an answer in time or for a status of 500 and above, ServerBusy for 429, and
+    ServerRefuses for any other status except 200.
     """
 
     def __init__(self, url: str, access: Access, name: str | None = None) -> None:
@@ -83,15 +83,18 @@ class Calls:
         self._http = access.client(url)
 
     async def get(self, path: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
-        """What the server answers: parsed where it is JSON, else its text."""
+        """Returns the server's answer: the parsed value if it is JSON, else its text."""
         return await self._call("GET", path, None, limit_s)
 
     async def post(self, path: str, body: Mapping[str, Any], limit_s: float = CALL_TIMEOUT_S) -> Any:
+        """Returns the server's answer to a POST of `body` as JSON, in the form of `get`."""
         return await self._call("POST", path, body, limit_s)
 
     async def stream(self, path: str, body: Mapping[str, Any], limit_s: float | None) -> AsyncGenerator[dict[str, Any]]:
-        """The events that answer a POST; whenever nothing has come for `limit_s`, ServerGone. StreamCut at an end that
-        the server has not announced."""
+        """Yields the events of the answer to a POST.
+
+        Raises ServerGone if no data arrives for `limit_s` seconds, and StreamCut if the stream ends unannounced.
+        """
         try:
             request = self._http.build_request("POST", path, json=body)
             async with asyncio.timeout(limit_s):
@@ -110,7 +113,7 @@ class Calls:
                     event: dict[str, Any] = parse_json(data)
                     yield event
         except TimeoutError:
-            raise ServerGone(f"{path} of {self.name}: nothing has come for {limit_s:g} s") from None
+            raise ServerGone(f"{path} of {self.name}: no data for {limit_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise ServerGone(f"{path} of {self.name}: {words(error)}") from error
         raise StreamCut(f"{path} of {self.name}: its answer ended in the middle")
@@ -139,7 +142,7 @@ class Calls:
 
 
 async def _lines(response: httpx.Response, limit_s: float | None) -> AsyncIterator[bytes]:
-    """Each line of an answer, without its end."""
+    """Yields the lines of an answer without line ends."""
     rest, searched = bytearray(), 0  # an event with the routing of a long sample comes in thousands of chunks
     chunks = response.aiter_bytes()
     while (chunk := await _next(chunks, limit_s)) is not None:
@@ -160,11 +163,12 @@ async def _next(chunks: AsyncIterator[bytes], limit_s: float | None) -> bytes | 
 
 
 def words(error: Exception) -> str:
+    """Returns an error's class and message."""
     return f"{type(error).__name__} {error}".strip()
 
 
 class LoopThread:
-    """A thread of its own with an event loop, for coroutines that other threads start there."""
+    """A thread with an event loop, for coroutines started by other threads."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -176,43 +180,42 @@ class LoopThread:
         return self._loop.is_closed()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Have the loop run `work`."""
+        """Starts `work` in the loop and returns a future for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, which should be idle; one that does not end in time is left alone."""
+        """Ends the thread. It should be idle. A thread that does not end in time is left alone."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._loop.close()
 
 
-# Calls from a thread that has no event loop, to the server of one engine: these wait for their answers, and the tokens
-# of its streams are collected meanwhile.
+# Calls from threads without an event loop, to the server of one engine. They block until the answer is there. Events of
+# streams are collected meanwhile.
 
 _GRACE_S = 5.0
-"""For the thread to notice that a call has run past its limit, or that it should end."""
+"""Time for the thread to cancel a call past its limit, or to end."""
 SEE_LOG = "Its log is in the run folder."
 NOBODY = "no SGLang server is connected"
 
 
 @dataclass(frozen=True)
 class StreamFailure:
-    """How a stream ended before its responses did. `error` is EngineLost, EngineError where the server refused, or what
-    nobody expected."""
+    """A stream that failed before its responses ended. `error` is EngineLost, or EngineError if the server refused, or
+    an unexpected exception."""
 
     error: Exception
 
 
 Item = dict[str, Any] | StreamFailure
-"""What a stream brings: the server's events, and at most one failure."""
+"""An event of the server, or the one failure that ends a stream."""
 
 
 class Client:
-    """Talks to the server that `connect` named last. `call` may come from any thread, all else from one.
+    """A client of the server named last in `connect`. `call` is thread-safe; all other methods belong to one thread.
 
-    `limit_s` bounds every call; a stream has no limit of its own, but `last_event_s` tells when anything came last
-    (time.monotonic()).
+    `limit_s` bounds every call. Streams have no limit. `last_event_s` is the time of the last event (time.monotonic()).
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -224,16 +227,16 @@ class Client:
         self._thread = LoopThread("sglang client")
 
     def connect(self, url: str, token: str) -> None:
-        """Leave the present server, with all that its streams have brought, and talk to the one at `url`."""
+        """Leaves the current server, drops the events of its streams, and uses the server at `url`."""
         self.disconnect()
         self.inbox, self.last_event_s = SimpleQueue(), time.monotonic()
         self._calls = Calls(url, Access(token, connect_timeout_s=self._limit_s), "the SGLang server")
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> Any:
-        """The server's answer to a POST of `body`, without one to a GET: parsed where it is JSON, else its text.
+        """Returns the server's answer to a POST of `body`, or to a GET without a body: parsed JSON or text.
 
-        Raises EngineLost where there is none within `limit_s`, or one that says that the server is broken; EngineError
-        where the server refuses.
+        Raises EngineLost if no answer arrives within `limit_s` or the server reports a failure of its own. Raises
+        EngineError if the server refuses.
         """
         calls, limit_s = self._calls, limit_s or self._limit_s
         if calls is None:
@@ -242,20 +245,20 @@ class Client:
         return self._wait(self._ended_by_disconnect(asked), f"{path} of the SGLang server", limit_s)
 
     def generate(self, body: Mapping[str, Any]) -> None:
-        """Start a stream, whose events arrive in `inbox`, and a StreamFailure where it ends too early."""
+        """Starts a stream. Its events arrive in `inbox`, and a StreamFailure if it ends too early."""
         if self._calls is None:
             self.inbox.put(StreamFailure(EngineLost(NOBODY)))
             return
         self._thread.start(self._ended_by_disconnect(self._read(self._calls, self.inbox, body)))
 
     def disconnect(self) -> None:
-        """End all streams and connections, whatever state the server is in."""
+        """Ends all streams and connections, for a server in any state."""
         calls, self._calls = self._calls, None
         if calls is not None:
             self._wait(self._leave(calls), "closing the connections to the SGLang server", _GRACE_S)
 
     def close(self) -> None:
-        """Disconnect and end the thread."""
+        """Disconnects and ends the thread."""
         if not self._thread.is_closed:
             self.disconnect()
             self._thread.close(_GRACE_S)
@@ -268,7 +271,7 @@ class Client:
             future.cancel()
             raise EngineLost(f"{what}: no answer within {limit_s:g} s") from error
         except CancelledError as error:
-            raise EngineLost(f"{what}: its server was given up") from error
+            raise EngineLost(f"{what}: the server was disconnected") from error
         except (ServerGone, ServerBusy, ServerRefuses) as error:
             raise _of_engine(error) from error
 
@@ -286,7 +289,7 @@ class Client:
                     inbox.put(event)
         except (ServerGone, ServerBusy, ServerRefuses) as error:
             inbox.put(StreamFailure(_of_engine(error)))
-        except Exception as error:  # a task's error is nobody's: whoever waits for the stream raises this one
+        except Exception as error:  # the reader of the stream raises it
             inbox.put(StreamFailure(error))
 
     async def _leave(self, calls: Calls) -> None:
@@ -298,5 +301,5 @@ class Client:
 
 
 def _of_engine(error: Exception) -> EngineLost | EngineError:
-    """What a server's failure is to whoever started it."""
+    """Returns a server's failure as an error of its engine."""
     return EngineLost(str(error)) if isinstance(error, ServerGone) else EngineError(f"{error}. {SEE_LOG}")

@@ -1,4 +1,4 @@
-"""Weights through a folder that servers see: whole checkpoints, and files of what changed."""
+"""Weights through a folder on shared storage: whole checkpoints, and files of changes."""
 
 import json
 import logging
@@ -26,17 +26,17 @@ from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.whole_files import make_empty, put_in_place
 
-# Files of what changed: a part's tensors compared with those that were sent last, encoded and written.
+# Delta files: changed elements of a part's tensors since the last version.
 #
-# rltrain/rollout/sglang/server/rltrain_delta_files.py says what is in them, and reads them.
+# in_sglang/rltrain_delta_files.py documents the format and reads the files.
 
 FileRecord = tuple[int, int]
-"""Bytes of a file, and their CRC-32."""
+"""Size of a file in bytes, and its CRC-32."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedTensor:
-    """What changed of a tensor, at least one element; `checksum` is that of all of it."""
+    """The changed elements of a tensor, at least one. `checksum` covers the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class EncodedTensor:
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """By their names in a file."""
+        """Arrays by their names in the file."""
         lengths, places, values = self.extent.parts(self.encoded)
         return {
             self.name + form.LENGTHS: lengths,
@@ -57,13 +57,16 @@ class EncodedTensor:
 
     @property
     def told(self) -> dict[str, Any]:
+        """The tensor's dtype, shape and checksum as JSON values, for the file's metadata."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": [*self.shape], "checksum": self.checksum}
 
 
 def encoded(changes: Changes, tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> list[EncodedTensor]:
-    """What of `tensors` differs, as bits, from what is `kept`, which then equals them. `tensors` are on the device of
-    `changes`."""
+    """Returns the elements of `tensors` whose bits differ from `kept`, and copies them into `kept`.
+
+    `tensors` must be on the device of `changes`.
+    """
     found = []
     for name, tensor in tensors.items():
         packed, before = _bytes_of(tensor), _bytes_of(kept[name])
@@ -80,7 +83,7 @@ def encoded(changes: Changes, tensors: Mapping[str, Tensor], kept: Mapping[str, 
 
 
 def write_changes(path: Path, tensors: list[EncodedTensor]) -> FileRecord:
-    """A new file, durable. OSError where it cannot be written."""
+    """Writes a new file durably. Raises OSError if it cannot be written."""
     arrays = {name: array for tensor in tensors for name, array in tensor.arrays.items()}
     entries = [TensorEntry(name, array.dtype, tuple(array.shape)) for name, array in arrays.items()]
     metadata = {**METADATA, form.METADATA: json.dumps({tensor.name: tensor.told for tensor in tensors})}
@@ -94,7 +97,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-# Folders on storage that servers see: the ranks of a role write one together, and all of it is there or nothing.
+# Folders on shared storage, written by all ranks of a role together. A folder appears complete or not at all.
 
 T = TypeVar("T")
 
@@ -102,10 +105,10 @@ PARTIAL = ".rltrain_{}.partial"
 
 
 class SharedFolders:
-    """In `folder`, which `config_key` names; the first of `ranks` makes, names and removes them. What has a name that
-    `patterns` allow is an earlier run's, and is removed at the start.
+    """Temporary and complete folders inside `folder`. Messages name it by `config_key`.
 
-    `begin` and `complete` are collective over: `ranks`.
+    The first of `ranks` creates, renames and removes them. At the start it removes the folders of an earlier run, known
+    by `patterns` of their names. `begin` and `complete` are collective over: `ranks`.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class SharedFolders:
             self._clear()
 
     def begin(self) -> Path:
-        """A new folder to write into, which nobody else sees."""
+        """Returns a new temporary folder. No server reads it."""
         self._number += 1
         partial, made = self._partial, f"{self._key}/{self._number}/made"
         if self.leads:
@@ -138,8 +141,11 @@ class SharedFolders:
         return partial
 
     def complete(self, name: str, wrote: Any, finish: Callable[[Path, list[Any]], None]) -> tuple[Path, list[Any]]:
-        """Where the folder lies once every rank has written its share, and what all `wrote`, JSON values in the order
-        of ranks. `finish` is called on the first one before, with both."""
+        """Renames the temporary folder to `name` once every rank has written its share.
+
+        `wrote` is this rank's JSON value. `finish` is called before on the first rank, with the temporary folder and
+        the values of all ranks. Returns the final path and these values, in the order of ranks.
+        """
         key = f"{self._key}/{self._number}"
         path, partial = self._folder / name, self._partial
         self._job_store.put(f"{key}/written/{self._rank}", wrote)
@@ -154,7 +160,7 @@ class SharedFolders:
         return path, self._job_store.get(f"{key}/complete", waiting_for=f"the folder {path}")
 
     def remove(self, paths: Sequence[Path]) -> None:
-        """No server needs them any more."""
+        """Removes folders that servers do not need any more."""
         for path in paths if self.leads else ():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -163,7 +169,7 @@ class SharedFolders:
             self._clear()
 
     def writing(self, path: Path, write: Callable[[], T]) -> T:
-        """What `write` returns; ConfigError with the config key where `path` cannot be written."""
+        """Returns the result of `write`. Raises ConfigError with the config key if `path` cannot be written."""
         try:
             return write()
         except OSError as error:
@@ -174,17 +180,17 @@ class SharedFolders:
         return self._folder / PARTIAL.format(self._number)
 
     def _forget(self, update: int) -> None:
-        """What ranks told each other in an update that all of them have left."""
+        """Deletes the store's entries of an earlier update. All ranks must have left it."""
         if update > 0:
             for told in ("made", "complete", *(f"written/{rank}" for rank in self._ranks)):
                 self._job_store.forget(f"{self._key}/{update}/{told}")
 
     def _clear(self) -> None:
-        """Remove what has such names, and the folder if nothing else is in it."""
+        """Removes this class's folders, and then `folder` if it is empty."""
         if not self._folder.exists():
             return
         if not self._folder.is_dir():
-            raise ConfigError(f"{self._config_key}: {self._folder} is not a folder; expected one, or none yet")
+            raise ConfigError(f"{self._config_key}: {self._folder} is not a folder; expected a folder or a new path")
         for pattern in (*self._patterns, PARTIAL):
             for path in self._folder.glob(pattern.format("*")):
                 shutil.rmtree(path, ignore_errors=True)
@@ -192,18 +198,19 @@ class SharedFolders:
             self._folder.rmdir()
 
 
-# Weights as a checkpoint in a folder that servers see: ranks write it together, servers load it.
+# Weights as a checkpoint in a shared folder. Ranks write it together and servers load it.
 
 FOLDER, DELTA_FOLDER = "version_{}", "delta_{}"
 
 
 class DiskWeights(Weights):
-    """By checkpoints in a folder. `whole` is what hf_layout makes for the ranks of the role, `parts` the same in parts
-    of `max_bytes`: a file each. `like` is the checkpoint folder whose config and tokenizer go with them, `config_key`
-    the one that says where `folder` is.
+    """Weights as checkpoints in a folder. The previous version stays until the next one is complete, so a joining
+    server always finds one. Folders of an earlier run are removed.
 
-    While the next version is written the present one stays: a server that joins is given it. What an earlier run of the
-    job left in `folder` is removed.
+    - `whole` is the layout of all tensors on the ranks of the role, from reshard.layout.hf_layout. `parts` divide it
+      into parts of at most `max_bytes`, one file each.
+    - `like` is the checkpoint folder whose config and tokenizer are copied.
+    - `config_key` is the key that sets `folder`, for messages.
     """
 
     way = "folder"
@@ -224,13 +231,13 @@ class DiskWeights(Weights):
         update_timeout_s: float,
     ) -> None:
         self.path: Path | None = None
-        """Of the checkpoint that was written last."""
+        """The last complete checkpoint."""
         self.partial = Path()
-        """What ranks write into in the update that is under way."""
+        """The temporary folder of the update under way."""
         self.held: dict[str, Tensor] = {}
-        """The part that is being written."""
+        """The part being written."""
         self.num_bytes = 0
-        """Of tensors in all files of the last update, those of other ranks too."""
+        """Bytes of tensors in all files of the last update, over all ranks."""
         self.rank, self.device, self.update_timeout_s = rank, device, update_timeout_s
         self._parts, self._like = parts, like
         self._files = planned_files(whole, max_bytes)
@@ -247,6 +254,7 @@ class DiskWeights(Weights):
         self._run = shared_run(job_store, role, leads=self.folders.leads)
 
     def label_of(self, version: int) -> str:
+        """Returns the label of a version, unique among all jobs."""
         return f"{self._run}.{version}"
 
     def begin(self) -> None:
@@ -257,13 +265,13 @@ class DiskWeights(Weights):
         return self.held
 
     def arrived(self, part: int) -> None:
-        """Write them, durably."""
+        """Writes the part's tensors durably."""
         if part < len(self._mine):
             self._write(self._mine[part])
         self.held = {}
 
     def complete(self, version: int) -> None:
-        """By now no rank has the version before loaded any more: it is removed."""
+        """Completes the checkpoint and removes the one before. No rank has servers load that one during an update."""
         old, label = self.path, self.label_of(version)
         wrote = sum(entry.bytes for file in self._mine for entry in file.entries)
         self.path, all_wrote = self.folders.complete(
@@ -294,7 +302,7 @@ class DiskWeights(Weights):
         self.folders.writing(path, write)
 
     def _finish(self, partial: Path, label: str) -> None:
-        """What goes with the files of tensors, of a version called so."""
+        """Writes the index, config, tokenizer and version files."""
         dtype = str(self._files[0].entries[0].dtype).removeprefix("torch.")
         write_index(partial, self._files)
         write_config(self._like, partial, dtype)
@@ -302,22 +310,22 @@ class DiskWeights(Weights):
         (partial / form.VERSION_FILE).write_text(form.version_text(label))
 
 
-# Weights as a checkpoint in a folder now and then, and in between as files of what changed since the last version.
+# Weights as files of changes, with a whole checkpoint from time to time.
 
 logger = logging.getLogger(__name__)
 
 FILE = "changes-{:05d}-{:05d}.delta"
-"""By rank and part. No server takes such a file for one of a checkpoint."""
+"""File name by rank and part. Servers do not take such a file for part of a checkpoint."""
 
 
 class DeltaWeights(Weights):
-    """By what changed: `whole` writes checkpoints, and in between what changed alone is written, element by
-    element. A rank remembers its share of the last version for that.
+    """Weights as deltas: `whole` writes checkpoints, and updates in between write only changed elements. For comparison
+    a rank keeps its share of the last version.
 
-    The checkpoint that was written last and the deltas since then are a chain, of which all stays until the next
-    checkpoint: a server gets what lies behind the version that it has, or everything where it has none of them. A
-    checkpoint is written where `delta` says, where deltas save nothing, and once those of the chain have as many bytes
-    as it has.
+    The last checkpoint and the deltas since then form a chain. All of it stays until the next checkpoint. A server gets
+    the links after its own version, or the whole chain if it has none of them. A checkpoint is written as often as
+    `delta.full_every` says, if deltas save nothing, or once the deltas of the chain have as many bytes as the
+    checkpoint.
     """
 
     way = "delta"
@@ -330,11 +338,11 @@ class DeltaWeights(Weights):
         self._kept: dict[int, Mapping[str, Tensor]] = {}
         """This rank's share of the last version, by part."""
         self._wrote: dict[str, tuple[int, int]] = {}
-        """Files of changes in this update, with their bytes and checksums."""
+        """Bytes and checksums of this update's delta files, by name."""
         self._chain: list[tuple[str, Path]] = []
-        """Versions' labels with the folders that bring them, in order; the first is a checkpoint."""
+        """Labels and folders of the chain, in order. The first folder is a checkpoint."""
         self._chain_bytes = self._num_bytes = 0
-        """Of the deltas in the chain; of the last update."""
+        """Bytes of the deltas in the chain, and of the last update."""
 
     def begin(self) -> None:
         is_long = len(self._chain) > 1 and self._chain_bytes >= self._whole.num_bytes
@@ -347,7 +355,7 @@ class DeltaWeights(Weights):
         return self._whole.tensors(part)
 
     def arrived(self, part: int) -> None:
-        """Write them, or what changed of them, durably."""
+        """Writes the part's tensors or their changes durably."""
         held = self._whole.held
         if self._turn is DeltaTurn.CHANGES:
             self._write_changes(part, held)
@@ -357,7 +365,7 @@ class DeltaWeights(Weights):
             self._kept[part] = {name: tensor.cpu() for name, tensor in held.items()} if self._keeps_on_host else held
 
     def complete(self, version: int) -> None:
-        """As `DiskWeights`; after a checkpoint the deltas before it are removed."""
+        """Completes the update, as `DiskWeights` does. A new checkpoint removes the deltas before it."""
         label = self._whole.label_of(version)
         if self._turn is DeltaTurn.CHANGES:
             path, all_wrote = self._complete_delta(version, label)
@@ -375,7 +383,8 @@ class DeltaWeights(Weights):
         self.label = label
 
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
-        """What lies behind the version that it has. One that refuses a delta gets everything."""
+        """Delivers the links of the chain after the server's version. Delivers the whole chain if the server has no
+        version of it, or refuses a delta."""
         label = await protocol.version(calls)
         labels = [of for of, _ in self._chain]
         first = labels.index(label) + 1 if label in labels else 0
@@ -384,7 +393,7 @@ class DeltaWeights(Weights):
         except ServerRefuses as refused:
             if not first:
                 raise
-            logger.warning("%s is given everything, since it refuses what changed: %s", calls.url, refused)
+            logger.warning("%s refuses the changes and is given the whole checkpoint: %s", calls.url, refused)
             await self._load(protocol, calls, self._chain)
 
     def metrics(self) -> dict[str, float]:

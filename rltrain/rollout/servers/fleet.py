@@ -1,4 +1,4 @@
-"""The servers of one rank: which there are, which samples are where, who comes and goes."""
+"""The servers of one rank: their list, their requests, and changes of the list during the job."""
 
 import asyncio
 import json
@@ -30,24 +30,26 @@ from rltrain.rollout.servers.protocols import (
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing
 from rltrain.runtime.job_store import JobStore
 
-# Which servers there are, and which rank asks which: from the config, or from a file that is read again.
+# The list of servers and their assignment to ranks, from the config or from a file that may change.
 
 SCHEMES = ("http://", "https://")
 
 
 def checked(urls: Sequence[str], where: str) -> tuple[str, ...]:
-    """The same without slashes at their ends; ConfigError for what is no URL, and for one that is there twice."""
+    """Returns the URLs without trailing slashes. Raises ConfigError if one is not a URL or is listed twice. `where`
+    names the list in messages."""
     plain = tuple(url.strip().rstrip("/") for url in urls)
     for url in plain:
         if not url.startswith(SCHEMES) or not url.split("://", 1)[1]:
             raise ConfigError(f"{where}: got {url!r}; expected a URL such as http://10.0.0.5:30000")
         if plain.count(url) > 1:
-            raise ConfigError(f"{where}: {url} stands there {plain.count(url)} times; expected once")
+            raise ConfigError(f"{where}: {url} is listed {plain.count(url)} times; expected once")
     return plain
 
 
 def read(path: Path, where: str) -> tuple[str, ...]:
-    """One URL a line; what follows a # is a comment. ConfigError where the file cannot be read, or says no URLs."""
+    """Reads a file with one URL per line and comments after #. Raises ConfigError if it cannot be read or has a wrong
+    URL."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -56,8 +58,11 @@ def read(path: Path, where: str) -> tuple[str, ...]:
 
 
 def dealt_out(urls: Sequence[str], before: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Which of `num_ranks` asks each: what was dealt `before` stays, new ones go where there are fewest, and who has
-    none gets one of those that have most."""
+    """Assigns each URL to one of `num_ranks` ranks.
+
+    Assignments in `before` stay. A new URL goes to the rank with the fewest. A rank without URLs takes one from the
+    rank with the most.
+    """
     dealt = {url: before[url] for url in urls if url in before}
     held: list[list[str]] = [[url for url in dealt if dealt[url] == rank] for rank in range(num_ranks)]
     for url in urls:
@@ -70,8 +75,11 @@ def dealt_out(urls: Sequence[str], before: Mapping[str, int], num_ranks: int) ->
 
 
 class Addresses:
-    """Of the servers of a role's rank number `number` of `num_ranks`. The first of them reads the file, and tells the
-    others through the store; a file that is being written, or is wrong, changes nothing."""
+    """The URLs of the servers of a role's rank number `number` of `num_ranks`.
+
+    The first rank reads the file and publishes the assignment in the job store. A file with an error, such as one that
+    is being written, changes nothing.
+    """
 
     def __init__(
         self, given: Sequence[str] | str, where: str, job_store: JobStore, key: str, number: int, num_ranks: int
@@ -81,17 +89,17 @@ class Addresses:
         self._number, self._num_ranks = number, num_ranks
         self._dealt: dict[str, int] = {}
         self.problem: str | None = None
-        """What is wrong with the file now."""
+        """The current error of the file, or None."""
         urls = read(self._file, where) if self._file else checked(given, where)
         if len(urls) < num_ranks:
             raise ConfigError(
-                f"{where}: got {len(urls)} for {num_ranks} ranks of role {key}; expected at least one for each: place "
-                f"the role on fewer ranks, of which each can ask many servers, or name more"
+                f"{where}: got {len(urls)} for {num_ranks} ranks of role {key}; expected at least one for each. Name "
+                "more, or place the role on fewer ranks; each rank can use many servers"
             )
         self._deal(urls)
 
     def mine(self) -> tuple[str, ...]:
-        """Those that this rank is to ask now."""
+        """Returns the current URLs of this rank."""
         if self._file is not None:
             self._look(self._file)
         return tuple(url for url, number in self._dealt.items() if number == self._number)
@@ -115,7 +123,7 @@ class Addresses:
             self._job_store.put(self._key, self._dealt)
 
 
-# Which protocol a server speaks: as the config says, or as the server says itself.
+# The protocol of a server, from the config or detected.
 
 PROTOCOLS: dict[str, ServerProtocol] = {
     protocol.name: protocol for protocol in (SGLangProtocol(), VLLMProtocol(), OpenAIProtocol())
@@ -123,40 +131,44 @@ PROTOCOLS: dict[str, ServerProtocol] = {
 
 
 async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
-    """`named`, of rollout.protocol; auto: by whom the server's models are owned, as it lists them. Raises as `Calls`
-    does."""
+    """Returns the protocol with the name `named`, from rollout.protocol. "auto" asks the server for the owner of its
+    models.
+
+    Raises as `Calls` does.
+    """
     if named != "auto":
         return PROTOCOLS[named]
     try:
         listed = (await calls.get(MODELS))["data"]
     except ServerRefuses as refused:
-        raise ServerRefuses(f"{refused}; name what it speaks in rollout.protocol", refused.status) from None
+        raise ServerRefuses(f"{refused}; set rollout.protocol to the protocol of the server", refused.status) from None
     return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
 
 
 logger = logging.getLogger(__name__)
 
 
-# One server that a rank asks: what it is, what it draws, and whether it still has the weights that it was given.
+# One server of a rank: its protocol, its requests, and the check of its weights.
 
 
 class FleetServer:
-    """Within one event loop. Raises as `Calls` does.
+    """A server of a rank. Belongs to one event loop. Methods raise as `Calls` does.
 
-    `needs_weights`: one that takes none by the way of `weights` is refused; else it draws by those that it has.
+    With `needs_weights` a server is refused if it cannot take weights by the way of `weights`. Otherwise such a server
+    keeps its own weights.
     """
 
     def __init__(self, url: str, access: Access, weights: Weights, *, needs_weights: bool) -> None:
         self.calls = Calls(url, access)
         self.serves = False
-        """Whether it has the present weights and may be sent samples."""
+        """Whether the server has the current weights and may be sent samples."""
         self.waits = False
-        """Whether it is to get the next weights, not having the present ones."""
+        """Whether the server lacks the current weights and waits for the next update."""
         self.problem = "has not answered yet"
-        """Why it does not serve."""
+        """The reason if the server does not serve."""
         self.joining: asyncio.Task[None] | None = None
         self.drawings: dict[int, Drawing] = {}
-        """What it draws, by the samples' ids."""
+        """Samples at the server, by id."""
         self._weights, self._needs_weights = weights, needs_weights
         self._protocol: ServerProtocol | None = None
         self._described = ServerDescription("")
@@ -179,15 +191,15 @@ class FleetServer:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether `confirm` would tell anything."""
+        """Whether the server has received tokens that `confirm` would make certain."""
         return any(drawing.num_certain < len(drawing.tokens) for drawing in self.drawings.values())
 
     async def introduce(self, protocol: str, max_context_tokens: int) -> None:
-        """Learn what it is. ServerRefuses where it is of no use here."""
+        """Asks the server for its protocol, model and context length. Raises ServerRefuses if it cannot be used."""
         try:
             await self._introduce(protocol, max_context_tokens)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerRefuses(f"{self.url} answers in a form that is not known here: {words(error)}", 400) from error
+            raise ServerRefuses(f"{self.url} answers in an unknown form: {words(error)}", 400) from error
 
     async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
         self._protocol = await protocol_of(self.calls, protocol)
@@ -196,7 +208,7 @@ class FleetServer:
         if context is not None and context < max_context_tokens:
             raise ServerRefuses(
                 f"{self.url} has a context of {context} tokens; expected rollout.max_context_tokens = "
-                f"{max_context_tokens} or more: start it so, or lower that key",
+                f"{max_context_tokens} or more. Start the server with it, or lower that key",
                 400,
             )
         why = await self._refuses_weights()
@@ -204,11 +216,11 @@ class FleetServer:
         if why is not None and self._needs_weights:
             raise ServerRefuses(
                 f"{self.url} ({self._protocol.name}) takes no weights by way of a {_named(self._weights.way)}, "
-                f"and would go on with old ones in silence: {why}",
+                f"and would silently keep old ones: {why}",
                 400,
             )
         if why is not None:
-            logger.warning("%s draws by the weights that it was started with: %s", self.url, why)
+            logger.warning("%s keeps the weights that it was started with: %s", self.url, why)
 
     async def _refuses_weights(self) -> str | None:
         if self._weights.way not in self.protocol.ways:
@@ -217,8 +229,10 @@ class FleetServer:
         return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
 
     async def take_weights(self) -> None:
-        """See that it has the present weights. ServerGone where it says afterwards that it has others, WeightsLater as
-        `Weights` says."""
+        """Makes sure that the server has the current weights.
+
+        Raises ServerGone if the server then reports others, and WeightsLater as `Weights.give` does.
+        """
         label = self.expected
         if label is None:
             return
@@ -228,13 +242,13 @@ class FleetServer:
 
     @property
     def expected(self) -> str | None:
-        """The label of the weights that it must have; None where it has its own."""
+        """The label of the weights required of the server, or None if it keeps its own."""
         return self._weights.label if self._takes_weights else None
 
     async def draw(self, drawing: Drawing, sampling: SamplingParams, hang_timeout_s: float) -> None:
-        """Until it has ended it. What was drawn by other weights than the present ones never gets certain."""
+        """Sends a sample and reads its response to the end. Tokens of other weights never become certain."""
         path, body = self.protocol.request(drawing, sampling, self._described)
-        with suppress(StreamCut):  # after the end of what it draws there may be nothing to say
+        with suppress(StreamCut):  # some servers close the stream right after the last token
             async with aclosing(self.calls.stream(path, body, hang_timeout_s)) as events:
                 async for event in events:
                     label = self.protocol.take(drawing, event)
@@ -248,8 +262,10 @@ class FleetServer:
             await self.confirm()
 
     async def confirm(self) -> None:
-        """See that it has the present weights still: all that it has drawn so far is certain then, since one that was
-        started anew would have none of ours. Many who ask at a time get one answer."""
+        """Checks that the server still has the current weights, and marks its tokens so far as certain.
+
+        A restarted server would not have these weights. Concurrent calls share one request.
+        """
         if self._upcoming is None:
             self._upcoming = asyncio.get_running_loop().create_future()
         upcoming = self._upcoming
@@ -264,9 +280,9 @@ class FleetServer:
             try:
                 if self.expected is not None:
                     self._check(await self.protocol.version(self.calls))
-            except Exception as error:  # it is that of whoever waits
+            except Exception as error:  # the waiting callers raise it
                 upcoming.set_exception(error)
-                upcoming.exception()  # nobody may be left who does
+                upcoming.exception()  # marks it as retrieved, in case no caller waits any more
                 continue
             for drawing, num_certain in drawn:
                 drawing.num_certain = max(drawing.num_certain, num_certain)
@@ -275,8 +291,8 @@ class FleetServer:
     def _check(self, label: str | None) -> None:
         if label != self.expected:
             raise ServerGone(
-                f"{self.url} has weights of version {label}; expected {self.expected}: it was started anew, or "
-                "somebody else gives it weights too"
+                f"{self.url} has weights of version {label}; expected {self.expected}. It was restarted, or gets "
+                "weights from another job too"
             )
 
     async def close(self) -> None:
@@ -284,24 +300,24 @@ class FleetServer:
 
 
 def _named(way: str) -> str:
-    """With the config key that asks for it."""
+    """Returns the way with its config key."""
     return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
 
 
-# The servers of one rank: which samples are where, who is asked next, who comes and goes.
+# The fleet: distributes samples, follows changes of the list, and replaces lost servers.
 
 WITHDRAW_S = 5.0
-"""For a server to tell what it has drawn of what is withdrawn."""
+"""Time for a server to return the tokens of withdrawn samples."""
 BUSY_S = 0.2
-"""Before a server that has too much to do is asked again."""
+"""Time before a busy server is asked again."""
 
 
 class Fleet:
-    """All but `outbox` within one event loop.
+    """The servers of one rank. Everything except `outbox` belongs to one event loop.
 
-    A sample goes to the server with the fewest of this rank's, in the order in which they come. Where a server is lost,
-    leaves, or has other weights than it was given, what it was drawing goes to others with what is certain of it. One
-    that comes, or comes back, gets the present weights before its first sample.
+    A sample goes to the server with the fewest samples of this rank, first in, first out. If a server is lost, leaves,
+    or has wrong weights, its samples continue on others from their certain tokens. A new or returning server gets the
+    current weights before its first sample.
     """
 
     def __init__(
@@ -318,11 +334,11 @@ class Fleet:
         needs_weights: bool,
     ) -> None:
         self.outbox: SimpleQueue[Sample | Exception] = SimpleQueue()
-        """What is finished, and what ends the job."""
+        """Finished samples, and errors that end the job."""
         self.num_sent_again = 0
         self.num_serving = 0
         self.version = 0
-        """The policy version of the present weights."""
+        """Policy version of the current weights."""
         self._divergence = DivergenceWatch()
         self._addresses, self._access, self._weights = addresses, access, weights
         self._settings, self._protocol, self._role = settings, protocol, role
@@ -332,21 +348,21 @@ class Fleet:
         self._queue: deque[Drawing] = deque()
         self._running: dict[int, tuple[asyncio.Task[None], FleetServer]] = {}
         self._back: dict[int, Sample] = {}
-        """Samples that are being taken back, with what has come of them."""
+        """Samples being taken back, with their tokens, by id."""
         self._withdrawn: set[int] = set()
-        """Those of them that have yet to come."""
+        """Ids of samples being taken back that have not arrived yet."""
         self._sampling: SamplingParams | None = None
         self._cut: StopCut | None = None
         self._is_held = False
         self._updating = asyncio.Lock()
         self._given: list[FleetServer] = []
-        """Servers that get the update that is under way."""
+        """Servers that receive the update under way."""
         self._names, self._job = count(), secrets.token_hex(4)
         self._served_s = time.monotonic()
         self._maintaining: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Until one serves. EngineError where none does in time, or one refuses what it is to do."""
+        """Waits until one server serves. Raises EngineError if none does in time, or if one refuses."""
         deadline = time.monotonic() + self._settings.start_timeout_s
         while True:
             await self._look()
@@ -362,16 +378,20 @@ class Fleet:
             await asyncio.sleep(min(self._settings.reread_s, 1.0))
         for server in self._servers.values():
             if not server.serves:
-                logger.warning("%s is asked for again later: %s", server.url, server.problem)
+                logger.warning("%s is not ready and is tried again later: %s", server.url, server.problem)
         self._maintaining = asyncio.get_running_loop().create_task(self._maintain())
 
     async def submit(self, samples: Sequence[Sample], sampling: SamplingParams, cut: StopCut | None) -> None:
+        """Queues `samples` and sends as many as servers have room for. `cut` finds stop strings."""
         self._sampling, self._cut = sampling, cut
         self._queue.extend(map(self._queued, samples))
         self._dispatch()
 
     async def take_back(self, ids: Collection[int] | None = None) -> dict[int, Sample]:
-        """These samples, or all, with what is certain of each, by id; what had ended before is in the outbox."""
+        """Takes back these samples, or all with None. Returns them by id with their certain tokens.
+
+        Samples that ended before are in the outbox.
+        """
         back = {drawing.sample.id: drawing.sample for drawing in self._queue if ids is None or drawing.sample.id in ids}
         self._queue = deque(drawing for drawing in self._queue if drawing.sample.id not in back)
         running = {number for number in self._running if ids is None or number in ids}
@@ -387,15 +407,15 @@ class Fleet:
         return back
 
     async def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the samples that servers draw, with what is certain of each."""
+        """Returns these samples with their certain tokens if servers are running them."""
         for server in [server for server in self._servers.values() if server.is_uncertain]:
-            with suppress(ServerGone, ServerBusy, ServerRefuses):  # who draws there will notice
+            with suppress(ServerGone, ServerBusy, ServerRefuses):  # the requests on that server notice it too
                 await server.confirm()
         drawings = [drawing for server in self._servers.values() for drawing in server.drawings.values()]
         return [drawing.known() for drawing in drawings if drawing.sample.id in ids]
 
     async def begin_update(self) -> list[Receiver]:
-        """Nobody draws from here on, nor is given weights, until `end_update`; who will be given them then."""
+        """Stops all requests and weight transfers until `end_update`. Returns the servers that will get the update."""
         await self._updating.acquire()
         self._is_held = True
         order = [*self._running]
@@ -406,16 +426,16 @@ class Fleet:
         return [server.receiver for server in self._given]
 
     async def end_update(self, version: int) -> None:
-        """Give all servers the present weights. One that is lost meanwhile is looked for again, as ever.
+        """Gives the new weights to all servers. A server lost meanwhile is looked for again.
 
-        EngineError where one refuses them.
+        Raises EngineError if a server refuses them.
         """
         given = [server for server in self._given if server in self._servers.values()]
         outcomes = await asyncio.gather(*(server.take_weights() for server in given), return_exceptions=True)
         self.version = version
         for server, outcome in zip(given, outcomes, strict=True):
             if isinstance(outcome, ServerRefuses):
-                raise EngineError(f"{self._role}.urls: {server.url} does not take the weights of {version}: {outcome}")
+                raise EngineError(f"{self._role}.urls: {server.url} refuses weights of version {version}: {outcome}")
             if isinstance(outcome, (ServerGone, ServerBusy, WeightsLater)):
                 self._lose(server, str(outcome))
             elif outcome is not None:
@@ -427,6 +447,7 @@ class Fleet:
         self._dispatch()
 
     async def close(self) -> None:
+        """Ends all requests and connections. The servers keep running."""
         tasks = [task for task, _ in self._running.values()]
         tasks += [server.joining for server in self._servers.values() if server.joining is not None]
         tasks += [self._maintaining] if self._maintaining is not None else []
@@ -434,11 +455,11 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers.values():
-            with suppress(Exception):  # whatever state it is in
+            with suppress(Exception):  # the server may be in any state
                 await asyncio.wait_for(self._weights.forget(server.calls), WITHDRAW_S)
             await server.close()
 
-    # Who comes and goes.
+    # Changes of the list of servers.
 
     async def _maintain(self) -> None:
         try:
@@ -449,14 +470,14 @@ class Fleet:
                     self._served_s = time.monotonic()
                 elif time.monotonic() - self._served_s > self._settings.start_timeout_s:
                     raise self._nobody(self._settings.start_timeout_s)
-        except Exception as error:  # a task's error is nobody's: whoever waits for samples raises this one
+        except Exception as error:  # the engine's next step raises it
             self.outbox.put(error)
 
     async def _look(self) -> None:
         urls = self._addresses.mine()
         for url in [url for url in self._servers if url not in urls]:
             self._retire(self._servers[url])
-            # A server that leaves in the middle of an update would keep it unfinished, and refuse the next one.
+            # A server that leaves during an update would keep its update session open and refuse the next one.
             if not self._updating.locked():
                 await self._leave(self._servers.pop(url))
         for url in urls:
@@ -469,7 +490,7 @@ class Fleet:
                 server.joining = asyncio.get_running_loop().create_task(self._join(server))
 
     async def _join(self, server: FleetServer) -> None:
-        """Raises ServerRefuses."""
+        """Introduces a server and gives it the weights. Raises ServerRefuses."""
         try:
             await server.introduce(self._protocol, self._max_context_tokens)
             async with self._updating:
@@ -483,24 +504,24 @@ class Fleet:
             return
         except ServerRefuses as refused:
             if server.problem != str(refused):
-                logger.warning("%s is not asked: %s", server.url, refused)
+                logger.warning("%s is not used: %s", server.url, refused)
             server.problem = str(refused)
             raise
         self._serve(server)
 
     def _serve(self, server: FleetServer) -> None:
         server.serves, server.waits = True, False
-        logger.info("%s serves, by %s", server.url, server.protocol.name)
+        logger.info("%s serves, with protocol %s", server.url, server.protocol.name)
         self._changed()
 
     def _retire(self, server: FleetServer) -> None:
-        """Gives the server's samples to others."""
+        """Takes a server out of service and queues its samples again."""
         server.serves = server.waits = False
         self._requeue(server)
         self._changed()
 
     async def _leave(self, server: FleetServer) -> None:
-        """Closes what was open to a retired server."""
+        """Closes the connections to a retired server."""
         if server.joining is not None:
             server.joining.cancel()
         with suppress(ServerGone, ServerBusy, ServerRefuses):
@@ -510,12 +531,12 @@ class Fleet:
 
     def _lose(self, server: FleetServer, why: str) -> None:
         if server.serves:
-            logger.warning("%s is lost, and looked for again: %s", server.url, why)
+            logger.warning("%s is lost and is tried again later: %s", server.url, why)
         server.problem = why
         self._retire(server)
 
     def _changed(self) -> None:
-        """Others serve now than before."""
+        """Counts the serving servers and sends queued samples."""
         self.num_serving = sum(server.serves for server in self._servers.values())
         self._dispatch()
 
@@ -526,7 +547,7 @@ class Fleet:
             f"{problems or self._addresses.problem or 'No URL is left to ask'}"
         )
 
-    # What is where.
+    # Requests and their samples.
 
     def _dispatch(self) -> None:
         while self._queue and not self._is_held:
@@ -536,7 +557,8 @@ class Fleet:
             self._send(self._queue.popleft(), min(free, key=lambda server: len(server.drawings)))
 
     def _send(self, drawing: Drawing, server: FleetServer) -> None:
-        # A server takes a request's name for the beginning of others': none is that of another one's here.
+        # SGLang aborts all requests whose names begin with the given one. The final dot rules that out for other
+        # requests.
         drawing.version, drawing.name = self.version, f"{self._job}.{next(self._names)}."
         number = drawing.sample.id
         server.drawings[number] = drawing
@@ -551,7 +573,7 @@ class Fleet:
             self._divergence.ended(sample, drawing.version, len(self._running) - 1)
             self._finish(drawing, sample)
         except ServerGone as gone:
-            self._lose(server, str(gone))  # with all that it draws
+            self._lose(server, str(gone))  # with all its samples
         except ServerBusy as busy:
             await asyncio.sleep(BUSY_S)
             self._again(self._stop(drawing.sample.id), str(busy))
@@ -560,11 +582,11 @@ class Fleet:
             self.outbox.put(
                 EngineError(f"{self._role}.urls: {server.url} refuses sample {drawing.sample.id}: {refused}")
             )
-        except Exception as error:  # a task's error is nobody's: whoever waits for samples raises this one
+        except Exception as error:  # the engine's next step raises it
             self.outbox.put(error)
 
     def _finish(self, drawing: Drawing, sample: Sample) -> None:
-        """A server has ended it, though perhaps for a reason of its own, before it is finished."""
+        """Handles a request ended by its server. The server may have ended it before the sample is finished."""
         number = drawing.sample.id
         self._stop(number, cancel=False)
         if sample.is_finished:
@@ -580,7 +602,7 @@ class Fleet:
             self._again(self._stop(number), f"{server.url}: {server.problem}")
 
     def _again(self, drawing: Drawing, why: str, sample: Sample | None = None) -> None:
-        """To the front of the queue."""
+        """Puts a sample at the front of the queue."""
         sample = drawing.known() if sample is None else sample
         if drawing.sample.id in self._withdrawn:
             self._back[drawing.sample.id] = sample
@@ -591,8 +613,8 @@ class Fleet:
         if again.failures > self._settings.max_retries:
             self.outbox.put(
                 EngineError(
-                    f"{self._role}.urls: sample {sample.id} was sent {again.failures} times in a row, and nothing came "
-                    f"of it ({self._role}.http.max_retries {self._settings.max_retries}); at last: {why}"
+                    f"{self._role}.urls: sample {sample.id} was sent {again.failures} times in a row without a new "
+                    f"token ({self._role}.http.max_retries {self._settings.max_retries}). The last reason: {why}"
                 )
             )
             return
@@ -603,14 +625,14 @@ class Fleet:
         return Drawing(sample, response_limit(sample, self._sampling, self._max_context_tokens))
 
     def _stop(self, number: int, *, cancel: bool = True) -> Drawing:
-        """Take it off its server."""
+        """Removes a sample from its server."""
         task, server = self._running.pop(number)
         if cancel and task is not asyncio.current_task():
             task.cancel()
         return server.drawings.pop(number)
 
     async def _withdraw(self, server: FleetServer, numbers: Collection[int]) -> None:
-        """Have a server say what it has drawn of these; it may be lost, or silent."""
+        """Has a server end these requests and return their tokens. It may fail to answer."""
         mine = {number: drawing for number, drawing in server.drawings.items() if number in numbers}
         tasks = [self._running[number][0] for number in mine]
         if not tasks:
@@ -628,7 +650,7 @@ class Fleet:
 
 
 def _refusal_of(server: FleetServer) -> BaseException | None:
-    """What came of asking it to join, where it refused."""
+    """Returns the exception of the server's attempt to join, or None."""
     if server.joining is None or not server.joining.done() or server.joining.cancelled():
         return None
     return server.joining.exception()

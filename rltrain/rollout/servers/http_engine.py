@@ -1,4 +1,4 @@
-"""Servers that somebody else runs, as one engine of a rank."""
+"""The engine of a rank on servers at URLs. rltrain neither starts nor stops these servers."""
 
 import os
 import secrets
@@ -30,11 +30,11 @@ from rltrain.rollout.servers.http_weights import GroupWeights, Weights, shared_r
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 
-# Weights that nobody changes: a checkpoint that servers load where they can.
+# Fixed weights: servers load a checkpoint from its own folder, if they can.
 
 
 class CheckpointWeights(Weights):
-    """Of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
+    """Weights of a checkpoint that no sync changes. `name` sets the checkpoint, and may set another one later."""
 
     way = "folder"
 
@@ -44,6 +44,7 @@ class CheckpointWeights(Weights):
         self._path = ""
 
     def name(self, path: Path, version: int) -> None:
+        """Sets the checkpoint folder and its policy version."""
         self._path, self.label = str(path.absolute()), f"{self._run}.{version}"
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
@@ -53,30 +54,30 @@ class CheckpointWeights(Weights):
         raise AssertionError("no part of these weights ever arrives")
 
     def complete(self, version: int) -> None:
-        """It lies there already."""
+        """Does nothing, because the checkpoint is complete."""
 
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
         assert self.label is not None, "a checkpoint has been named"
         await protocol.load_from_disk(calls, self._path, self.label, self._update_timeout_s)
 
 
-# Servers that somebody else runs as one engine of a rank: samples out to them, new weights into them.
+# The engine: sends samples to the servers and delivers new weights to them.
 
 T = TypeVar("T")
 
 STEP_WAIT_S = 0.005
-"""What a step waits for a response to end."""
+"""Longest wait of a step for a finished response."""
 POLL_S = 1.0
-"""Between two calls of `advance` while this thread waits for servers."""
+"""Time between two calls of `advance` during a wait for servers."""
 CLOSE_S = 30.0
 
 
 class HttpEngine(RemoteEngine):
-    """Of one rank. `max_running_requests` is for each server.
+    """The engine of one rank on servers at URLs.
 
-    Servers draw tokens whether or not anybody calls `step`, which returns what has finished meanwhile. A sync takes
-    back what is under way, and it goes on under the new weights: what a request draws is of one version. `advance` is
-    called while this rank waits for servers.
+    Servers generate between calls of `step` too. `step` returns the samples finished since the last call. A weight sync
+    takes running samples back and continues them under the new weights, so all tokens of a request have one version.
+    `max_running_requests` is the limit for each server. `advance` is called regularly during waits for servers.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class HttpEngine(RemoteEngine):
         super().__init__(max_running_requests, max_context_tokens, tokenizer)
         self._fleet, self._weights, self._advance = fleet, weights, advance
         self._done: list[Sample] = []
-        """Finished, and not taken by a step."""
+        """Finished samples for the next step."""
         self._ended: dict[Sample, Sample] = {}
-        """What finished while it was suspended, by what was given back for it."""
+        """Samples that finished while they were suspended, by the shortened sample given back for each."""
         self._told_sent_again = 0
         self._thread = LoopThread("http engines")
 
@@ -103,11 +104,11 @@ class HttpEngine(RemoteEngine):
         return self._max_running_requests * max(1, self._fleet.num_serving)
 
     def start(self) -> None:
-        """Wait until a server can be asked. EngineError where none can in time, or one refuses."""
+        """Waits until one server is ready. Raises EngineError if none is ready in time, or if one refuses."""
         self._wait(self._fleet.start())
 
     def begin_update(self) -> None:
-        """Withdraw the policy version, and what servers draw by it."""
+        """Withdraws the policy version and takes running samples back from the servers."""
         self.policy_version = None
         receivers = self._wait(self._fleet.begin_update())
         self._weights.begin()
@@ -121,15 +122,16 @@ class HttpEngine(RemoteEngine):
         self._wait(self._weights.pass_on())
 
     def end_update(self, version: int) -> None:
-        """All parts have arrived: servers get them, say that they have them, and draw by them.
+        """Completes an update once all parts have arrived. The servers get the weights, confirm them, and then serve
+        them.
 
-        EngineError where one refuses them. Collective over: the ranks of the role.
+        Raises EngineError if a server refuses them. Collective over: the ranks of the role.
         """
         self._weights.complete(version)
         self._serve(version)
 
     def reload_weights(self, checkpoint: Path, version: int) -> None:
-        """Have servers load a checkpoint, where they can, as `version`. Raises as `end_update`."""
+        """Has servers load a checkpoint as `version`, if they can. Raises as `end_update` does."""
         assert isinstance(self._weights, CheckpointWeights), "weights that no sync brings"
         self.policy_version = None
         self._wait(self._fleet.begin_update())
@@ -145,10 +147,10 @@ class HttpEngine(RemoteEngine):
         self._wait(self._fleet.submit(new, sampling, stop_cut(sampling.stop, self._tokenizer)))
 
     def step(self) -> list[Sample]:
-        """What has finished since the last step; where nothing has, wait for some milliseconds.
+        """Returns the samples finished since the last step. Waits for some milliseconds if there are none.
 
-        Raises SyncError between `begin_update` and `end_update`, EngineError where servers fail too often or none is
-        left.
+        Raises SyncError between `begin_update` and `end_update`, and EngineError if requests fail too often or no
+        server is left.
         """
         served_version(self.policy_version)
         if not self._unfinished:
@@ -169,18 +171,18 @@ class HttpEngine(RemoteEngine):
         return self._take_back({number: sample for number, sample in self._unfinished.items() if number in ids})
 
     def release_cache(self) -> None:
-        """Nothing but a check: keys and values are the servers'."""
+        """Raises ValueError if samples are unfinished. The servers keep their own prefix caches."""
         expect_idle(self.num_unfinished, "release_cache")
 
     def metrics(self) -> dict[str, float]:
-        """Of what it did since the last call."""
+        """Returns the engine's metrics since the last call, and those of the last weight update."""
         total = self._fleet.num_sent_again
         new, self._told_sent_again = total - self._told_sent_again, total
         asked = {"rollout/servers": float(self._fleet.num_serving), "rollout/requests_sent_again": float(new)}
         return {**asked, **self._weights.metrics()}
 
     def close(self) -> None:
-        """Leave the servers as they are."""
+        """Closes all connections. The servers keep running."""
         self._unfinished = {}
         if not self._thread.is_closed:
             self._thread.start(self._fleet.close()).result(CLOSE_S)
@@ -199,7 +201,7 @@ class HttpEngine(RemoteEngine):
         back = self._wait(self._fleet.take_back(order))
         self._take_finished(0.0)
         for sample in [sample for sample in self._done if sample.id in wanted]:
-            # Whoever gets back what has ended may go on with it elsewhere, so there has to be something left to draw.
+            # The caller may continue the sample on another engine, so one token must remain to be generated.
             shorter = sample.first(len(sample.tokens) - 1)
             self._ended[shorter] = sample
             self._done.remove(sample)
@@ -209,7 +211,7 @@ class HttpEngine(RemoteEngine):
         return [back[number] for number in order]
 
     def _take_finished(self, wait_s: float) -> None:
-        """From the outbox to `_done`; waits for the first one."""
+        """Moves finished samples from the fleet's outbox to `_done`. Waits up to `wait_s` for the first one."""
         while True:
             try:
                 item = self._fleet.outbox.get(timeout=wait_s) if wait_s else self._fleet.outbox.get_nowait()
@@ -235,12 +237,15 @@ class HttpEngine(RemoteEngine):
                 self._advance()
 
 
-# Servers that somebody else runs, for a rank of a role; they have no memory here.
+# Builds the engine for a rank of a role. It has no memory on this rank.
 
 
 def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """As rollout.build says. ConfigError where servers cannot be named or reached as the config says, EngineError where
-    they refuse what they are to do."""
+    """Builds this rank's engine, as rollout.build.build_engine says.
+
+    Raises ConfigError if the config's URLs, token or files are wrong, and EngineError if no server becomes ready or one
+    refuses.
+    """
     settings, http = site.settings, site.settings.http
     number = site.grid.ranks.index(site.world.rank)
     addresses = Addresses(
@@ -272,7 +277,8 @@ def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
 
 
 def token_of(http: Http, key: str) -> str | None:
-    """That servers ask for; ConfigError where it is named and not there."""
+    """Returns the token for the servers, or None if the config names none. Raises ConfigError if it names a missing
+    one. `key` is the config section in messages."""
     if http.token_env is not None and http.token_file is not None:
         raise ConfigError(f"{key}: got both token_env and token_file; expected one")
     if http.token_env is not None:
@@ -287,7 +293,7 @@ def token_of(http: Http, key: str) -> str | None:
     else:
         return None
     if not token:
-        raise ConfigError(f"{where} is empty or not there; expected a token")
+        raise ConfigError(f"{where} is empty or missing; expected a token")
     return token
 
 
@@ -323,7 +329,7 @@ def _weights(site: EngineSite) -> Weights:
 
 
 def _parts(leave: Callable[[], None]) -> dict[str, RemotePart]:
-    """Servers keep their memory whatever this rank's devices are used for."""
+    """Returns parts without memory of this process. The servers keep theirs between the rank's tasks."""
 
     def nothing() -> None:
         pass

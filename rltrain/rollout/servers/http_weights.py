@@ -1,4 +1,4 @@
-"""How new weights reach servers: what all ways share, and broadcasts over a process group."""
+"""New weights for servers at URLs: the common interface, and broadcasts over a process group."""
 
 import asyncio
 import secrets
@@ -22,70 +22,75 @@ from rltrain.rollout.servers.protocols import Receiver, ServerProtocol, SGLangBr
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import JobThread
 
-# How new weights reach servers that somebody else runs: what all ways have in common.
+# The interface for all ways of delivery.
 
 
 class Weights(ABC):
-    """What this rank has of the weights, on their way to its servers. An update is `begin`, for every part in order
-    `tensors` and `arrived`, then `complete`; after that any server can be given them, as often as need be.
+    """This rank's share of the weights for its servers.
 
-    `open` follows `begin`, and `pass_on` every `arrived`: those two, `give` and `forget` are called in the event loop,
-    the others by the rank's main thread. Servers are sent nothing before all has arrived, unless `pass_on` does.
+    An update is `begin`, then `tensors` and `arrived` for every part in order, then `complete`. Afterwards `give` can
+    deliver the weights to any server, any number of times. `open` follows `begin`, and `pass_on` follows every
+    `arrived`.
+
+    `open`, `pass_on`, `give` and `forget` run in the event loop; the others run in the rank's main thread. Servers
+    receive nothing before `complete`, unless `pass_on` sends parts earlier.
     """
 
     way: str
-    """Of a protocol's ways."""
+    """One of a protocol's `ways`."""
     label: str | None = None
-    """Of the weights that `give` gives; None before the first update. No other job has the same."""
+    """Label of the weights delivered by `give`, unique among all jobs. None before the first update."""
 
     def begin(self) -> None:
-        """Nothing is held yet."""
+        """Begins an update."""
         return
 
     @abstractmethod
     def tensors(self, part: int) -> Mapping[str, Tensor]:
-        """Where to write the part's parameters, by name."""
+        """Returns the tensors to write the part's parameters to, by name."""
 
     @abstractmethod
     def arrived(self, part: int) -> None:
-        """`tensors(part)` are written."""
+        """Marks `tensors(part)` as written."""
 
     @abstractmethod
     def complete(self, version: int) -> None:
-        """All parts have arrived, on all ranks of the role. Collective over: these."""
+        """Ends an update after its last part. Collective over: all ranks of the role."""
 
     async def open(self, receivers: Sequence[Receiver]) -> None:
-        """These servers will be given the update. What fails for one is raised by its `give`."""
+        """Prepares these servers for the update. A failure is raised later by `give` for the same server."""
         return
 
     async def pass_on(self) -> None:
-        """Send on what has arrived."""
+        """Sends the part that arrived."""
         return
 
     @abstractmethod
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
-        """Returns when the server has taken them; raises as `Calls` does, WeightsLater where it can take no others than
-        the next ones."""
+        """Delivers the weights to a server and returns once it has taken them.
+
+        Raises as `Calls` does, and WeightsLater if the server must wait for the next update.
+        """
 
     async def forget(self, calls: Calls) -> None:
-        """The server is gone, or has left: what was made for it alone is of no use any more."""
+        """Frees the resources of a server that is gone or has left."""
         return
 
     def metrics(self) -> dict[str, float]:
-        """Of the last update."""
+        """Returns the metrics of the last update."""
         return {}
 
     def close(self) -> None:
-        """Once no server is given any more."""
+        """Frees all resources. Must be called after the last `give`."""
         return
 
 
 class WeightsLater(Exception):  # noqa: N818 - names what happens
-    """A server has to wait for the next update: nothing is kept of the last one."""
+    """A server must wait for the next update, because the last one is not kept."""
 
 
 def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
-    """The beginning of labels that this run gives weights, the same on all ranks of the role; one of them leads."""
+    """Returns the common prefix of the labels of this run's weights. The rank with `leads` chooses it."""
     key = f"http/{role}/run"
     if leads:
         job_store.put(key, secrets.token_hex(4))
@@ -93,7 +98,7 @@ def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
 
 
 def entries_of(part: Layout, rank: int) -> list[TensorEntry]:
-    """Of the parameters of a part on a rank."""
+    """Returns the entries of the parameters of `part` on a rank."""
     types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
     return [
         TensorEntry(name, DTYPES[ElementType(kind)], tuple(shape))
@@ -102,11 +107,11 @@ def entries_of(part: Layout, rank: int) -> list[TensorEntry]:
 
 
 def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """For the parameters of a part on a rank, by name."""
+    """Returns uninitialized tensors for the parameters of `part` on a rank, by name."""
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in entries_of(part, rank)}
 
 
-# Weights by broadcasts: part by part, over a process group of this rank and each of its servers.
+# Weights by broadcasts, part by part. This rank has one process group with each of its servers.
 
 T = TypeVar("T")
 Problem = ServerGone | ServerRefuses | ServerBusy
@@ -114,7 +119,7 @@ Problem = ServerGone | ServerRefuses | ServerBusy
 
 @dataclass(frozen=True)
 class _Part:
-    """`flat` has the tensors of `entries`, one behind the other."""
+    """A part of the weights. `flat` holds the bytes of all `entries` one after another."""
 
     number: int
     flat: Tensor
@@ -128,12 +133,13 @@ class _Joined:
 
 
 class GroupWeights(Weights):
-    """By broadcasts. Every rank of the role gets all tensors, whole, in `parts`, of which it holds two at a
-    time: one is written while the other is broadcast. `run` begins the labels, the same on all ranks of the role.
+    """Weights by broadcasts. Every rank of the role receives all tensors whole, in `parts`.
 
-    Nothing of an update is kept. So a server that comes between two updates waits for the next one, and one that is
-    lost in the middle of an update is left out of the rest. Each server has a group of its own: one that is lost breaks
-    no other's. No wait is longer than `update_timeout_s`, which is for a part.
+    A rank holds two parts at a time: one is written while the other is broadcast. Nothing is kept after an update. So a
+    server that joins between updates waits for the next one, and a server lost during an update misses the rest of it.
+    Each server has its own group, so a lost server does not break the groups of others.
+
+    `run` is the prefix of labels, equal on all ranks of the role. Waits last at most `update_timeout_s` per part.
     """
 
     way = "group"
@@ -146,13 +152,13 @@ class GroupWeights(Weights):
         self._written: _Part | None = None
         self._sending: asyncio.Task[None] | None = None
         self._groups: dict[str, _Joined] = {}
-        """By the URLs of servers, as the next two are."""
+        """Groups by the URL of their server. The next two are by URL too."""
         self._receivers: dict[str, Receiver] = {}
-        """Of the update that is under way, those that have failed left out."""
+        """Servers of the update under way, without the failed ones."""
         self._problems: dict[str, Problem] = {}
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
-        # Wide elements come first, so that all are aligned.
+        # Wide elements come first, so all tensors are aligned.
         entries = sorted(entries_of(self._parts[part], self._rank), key=lambda entry: -entry.dtype.itemsize)
         flat = torch.empty(sum(entry.bytes for entry in entries), dtype=torch.uint8, device=self._device)
         self._written = _Part(part, flat, entries)
@@ -160,7 +166,7 @@ class GroupWeights(Weights):
         return {entry.name: piece.view(entry.dtype).view(entry.shape) for entry, piece in pieces}
 
     def arrived(self, part: int) -> None:
-        """`pass_on` sends it."""
+        """Does nothing, because `pass_on` sends the part."""
 
     def complete(self, version: int) -> None:
         self.label = f"{self._run}.{version}"
@@ -190,7 +196,7 @@ class GroupWeights(Weights):
 
     async def forget(self, calls: Calls) -> None:
         if (joined := self._groups.get(calls.url)) is not None:
-            with suppress(ServerGone, ServerRefuses, ServerBusy):  # one that is gone has left it
+            with suppress(ServerGone, ServerRefuses, ServerBusy):  # a server that is gone has left its group
                 await joined.way.leave(calls, joined.group.address.name)
             self._drop(calls.url)
 
@@ -199,12 +205,12 @@ class GroupWeights(Weights):
             self._drop(url)
 
     def _drop(self, url: str) -> None:
-        """This rank's end of a group, which may be in the middle of something."""
+        """Closes this rank's end of a group in another thread, because a broadcast may be running."""
         if (joined := self._groups.pop(url, None)) is not None:
             JobThread(target=joined.group.close, name="update group", daemon=True).start()
 
     async def _by_all(self, act: Callable[[Receiver], Awaitable[None]], what: str) -> None:
-        """Where it fails for one, that one is left out from here on."""
+        """Calls `act` for all servers of the update. A server that fails is left out of the rest."""
 
         async def tried(receiver: Receiver) -> None:
             url = receiver.calls.url
@@ -220,7 +226,7 @@ class GroupWeights(Weights):
     async def _open(self, receiver: Receiver) -> None:
         calls = receiver.calls
         if await receiver.protocol.version(calls) != self.label:
-            await self.forget(calls)  # it was started anew, and knows of no group
+            await self.forget(calls)  # a restarted server has no group
         if calls.url not in self._groups:
             await self._join(receiver)
         await _way(receiver).begin(calls)
@@ -247,8 +253,8 @@ class GroupWeights(Weights):
         try:
             await asyncio.wait_for(work, self._limit_s)
         except TimeoutError:
-            raise ServerGone(f"{calls.url}: {what}: not there within {self._limit_s:g} s") from None
-        except (RuntimeError, OSError) as error:  # of the group
+            raise ServerGone(f"{calls.url}: {what}: not done within {self._limit_s:g} s") from None
+        except (RuntimeError, OSError) as error:  # from the process group
             raise ServerGone(f"{calls.url}: {what}: {words(error)}") from error
 
 
@@ -258,8 +264,8 @@ def _way(receiver: Receiver) -> SGLangBroadcasts:
 
 
 async def _both(asked: Coroutine[Any, Any, None], here: Callable[[], None]) -> None:
-    """What a server does, and what this rank does meanwhile. Where one fails the other is not waited for; where both
-    did, the server's words are raised."""
+    """Waits for the call to a server and for this rank's part `here`. If one fails, does not wait for the other. If
+    both fail, raises the server's error."""
     both = [asyncio.ensure_future(asked), _beside(here)]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -271,19 +277,19 @@ async def _both(asked: Coroutine[Any, Any, None], here: Callable[[], None]) -> N
 
 
 def _beside(call: Callable[[], T]) -> "asyncio.Future[T]":
-    """`call`, which blocks, in a thread that the end of the process does not wait for."""
+    """Runs the blocking `call` in a daemon thread, so that the process can end without it."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             result = call()
-        except Exception as error:  # noqa: BLE001 - it is that of whoever waits
+        except Exception as error:  # noqa: BLE001 - the waiting caller raises it
             future.set_exception(error)
         else:
             future.set_result(result)
 
     JobThread(target=work, name="update group", daemon=True).start()
     waiting = asyncio.wrap_future(future)
-    waiting.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody may wait any more
+    waiting.add_done_callback(lambda one: one.cancelled() or one.exception())  # retrieves it
     return waiting

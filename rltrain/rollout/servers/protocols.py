@@ -1,4 +1,4 @@
-"""What SGLang, vLLM and OpenAI's API understand: samples to draw, and new weights."""
+"""The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,18 @@ from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address
 
-# The process group of this rank and one server, over which it broadcasts weights: torch's own, as SGLang makes it.
+# The process group of this rank and one server, for broadcasts of weights.
 #
-# No public function of torch's makes a group with the processes of another job. Stores and backends are public; what
-# stands here besides is how torch nests their prefixes.
+# torch has no public function for a group with the processes of another job. Stores and backends are public. The
+# nesting of prefixes below follows torch's own, because SGLang makes its end with torch.
 
 Backend = Any
-"""torch's, of which its stubs leave out what is used here."""
+"""A backend of torch.distributed. torch's stubs lack the methods used here."""
 
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where a server finds the group, of which its ranks are 1 to `size` - 1."""
+    """The address of a group for the server's ranks. They are ranks 1 to `size` - 1 of the group."""
 
     name: str
     host: str
@@ -42,9 +42,11 @@ class GroupAddress:
 
 
 class UpdateGroup:
-    """This rank's end, rank 0. Its store listens on the address alone by which this host reaches `peer`, and gloo's
-    connections use that too. `join` and `broadcast` block, no longer than `timeout_s`, and raise RuntimeError where
-    the other end is lost; `close` may be called meanwhile, and ends them.
+    """This rank's end of a group with the ranks of one server. This rank is rank 0 of the group.
+
+    The group's store and gloo listen only on this host's address towards `peer`. `join` and `broadcast` block for at
+    most `timeout_s` and raise RuntimeError if the other end is lost. `close` may be called from another thread
+    meanwhile, and ends them.
     """
 
     def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
@@ -65,12 +67,12 @@ class UpdateGroup:
         self._backend: Backend | None = None
 
     def join(self) -> None:
-        """Once the server has been asked to."""
+        """Joins the group. Returns once the server has joined too, so the server must have been asked to."""
         within = dist.PrefixStore(f"{self.address.name}/", dist.PrefixStore(self.address.name, self._store))
         self._backend = self._nccl(within) if self.address.backend == "nccl" else self._gloo(within)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """`tensor`, contiguous and on this rank's device, has been taken by all when this returns."""
+        """Broadcasts `tensor`, contiguous and on this rank's device. Returns once the transfer is complete."""
         assert self._backend is not None, "the group was joined"
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, self._timeout
@@ -79,43 +81,43 @@ class UpdateGroup:
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """The server's part of the group goes with its process, or by its own call for that."""
+        """Aborts this rank's end. The server's end is closed by SGLangBroadcasts.leave, or with its process."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            with suppress(RuntimeError):  # whatever state it is in
+            with suppress(RuntimeError):  # the group may be in any state
                 backend.abort()
 
     def _gloo(self, store: dist.Store) -> Backend:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
-        # Connected at once, as the server's end is, whatever this process has for groups of its own.
+        # Both ends must connect at once. The setting for this process's other groups may differ.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address.host, lazy_init=False)]
         return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.address.size, options)
 
     def _nccl(self, store: dist.Store) -> Backend:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * self._timeout  # torch then ends this process: whoever waits closes the group before
+        options._timeout = 2 * self._timeout  # torch ends this process then, so callers close the group before
         with torch.cuda.device(self._device):
             return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)
 
 
-# SGLang's update groups: weights by broadcasts, within a session that it opens and closes for an update.
+# SGLang's update groups: weights by broadcasts, inside an update session of the server.
 
 JOIN = "/init_weights_update_group"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
 FLUSH_S = 30
-"""For requests to be over that were ended."""
+"""Seconds that a server may take to finish aborted requests."""
 
 
 class SGLangBroadcasts:
-    """How a server takes weights over a process group. Raises as `Calls` does.
+    """SGLang's calls for weights over a process group. Raises as `Calls` does.
 
-    Between `begin` and `end` it is not paused: it has no requests, and each call waits for those that others may have
-    sent it.
+    The server is not paused between `begin` and `end`. It has no requests from this rank then, and each call waits for
+    requests from others.
     """
 
     async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
-        """Answers once the group is there."""
+        """Has the server join `group`. Returns once the group is complete."""
         body = {
             "master_address": group.host,
             "master_port": group.port,
@@ -127,7 +129,7 @@ class SGLangBroadcasts:
         await calls.post(JOIN, body, limit_s)
 
     async def begin(self, calls: Calls) -> None:
-        """An update; one that somebody left open ends."""
+        """Opens an update session. Closes an open session first if the server has one."""
         try:
             await calls.post(BEGIN, {"selector": "target"})
         except ServerRefuses:
@@ -135,7 +137,10 @@ class SGLangBroadcasts:
             await calls.post(BEGIN, {"selector": "target"})
 
     async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        """Take one broadcast of bytes, of which `entries` lie one behind the other; answers once they are in use."""
+        """Has the server receive one broadcast of bytes, with the tensors of `entries` one after another.
+
+        Returns once the server uses them.
+        """
         body = {
             "names": [entry.name for entry in entries],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
@@ -148,20 +153,20 @@ class SGLangBroadcasts:
         await calls.post("/update_weights_from_distributed", body, limit_s)
 
     async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        """It serves what it has received under `label`, with nothing kept of older weights."""
+        """Closes the update session. The server then serves the new weights as `label`, with an empty prefix cache."""
         await calls.post(END, {}, limit_s)
         await flush_and_label(calls, label, limit_s)
 
     async def leave(self, calls: Calls, group: str) -> None:
-        """Its part of the group is over."""
+        """Has the server leave the group."""
         await calls.post("/destroy_weights_update_group", {"group_name": group})
 
 
 async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
-    """Empties the prefix cache of a server that has taken new weights, and gives these their label.
+    """Empties the prefix cache of a server with new weights, and sets the label of these weights.
 
-    The scheduler may still hold the last batch of requests that have ended, so the server waits for it. Raises
-    ServerBusy where it takes longer than FLUSH_S: the server has no label of ours then, and is given the weights anew.
+    The scheduler may still hold the last batch of aborted requests, so the server waits for it. Raises ServerBusy if
+    that takes longer than FLUSH_S. The server then lacks the label and is given the weights again.
     """
     try:
         await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
@@ -170,83 +175,85 @@ async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
     await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
 
 
-# What servers of a kind understand: samples to draw, and new weights.
+# The interface of a protocol.
 
 
 @dataclass(frozen=True)
 class ServerDescription:
-    """What a server says of itself; None: it says nothing."""
+    """A server's description of itself. None means that the server does not report the value."""
 
     model: str
-    """What requests call its model."""
+    """Name of the model in requests."""
     max_context_tokens: int | None = None
     num_ranks: int | None = None
-    """That would join an update group; None: it can have none."""
+    """Number of the server's ranks in an update group. None if the server cannot join one."""
 
 
 class ServerProtocol(Protocol):
-    """Of servers of one kind; it has no state. Raises as `Calls` does."""
+    """A protocol, without state, for servers of one kind. Its methods raise as `Calls` does."""
 
     name: str
     ways: Sequence[str]
-    """By which its weights can be changed: those of http.weights (folder, group), and delta, by folders of what changed
-    since a version, as server/rltrain_delta_files.py has them."""
+    """Names of the supported ways to change weights. "folder" and "group" are values of http.weights. "delta" is a
+    folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py."""
     broadcasts: SGLangBroadcasts | None
-    """For way group; None: it has no such."""
+    """Calls for the way "group". None if the protocol has no such way."""
 
-    async def describe(self, calls: Calls) -> ServerDescription: ...
+    async def describe(self, calls: Calls) -> ServerDescription:
+        """Asks the server for its model and limits."""
+        ...
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        """The path and body of a POST that draws."""
+        """Returns the path and body of a POST that asks for a sample's response as a stream."""
         ...
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
-        """Add what an event brings to the drawing; the label of the weights that it is of, where the event has it.
+        """Adds the tokens of an event to `drawing`. Returns the label of their weights, or None if the event has none.
 
-        Raises ServerRefuses where it is an error.
+        Raises ServerRefuses if the event is an error.
         """
         ...
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
-        """End these requests early; whether the server then tells the rest of what it has drawn."""
+        """Ends these requests early. Returns whether the server then streams their remaining tokens."""
         ...
 
     async def version(self, calls: Calls) -> str | None:
-        """The label of its weights; None where it knows none."""
+        """Returns the label of the server's weights, or None if the server knows no label."""
         ...
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
-        """Before the first update by one of `ways`: why it cannot be, None where it can."""
+        """Prepares a server for its first update by `way`. Returns the reason if it cannot take one, else None."""
         ...
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights; by way delta
-        that may be what changed since the version that it has."""
+        """Has the server load `folder` and serve it as `label`, with an empty prefix cache. The folder has a
+        checkpoint, or by way "delta" the changes since the server's version."""
         ...
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """A server that weights are sent to."""
+    """A server that receives weights."""
 
     protocol: ServerProtocol
     calls: Calls
 
 
-# SGLang's own protocol: token ids in, token ids and log-probs out, each response with the version of its weights.
+# SGLang's own protocol: token ids in, token ids and log-probs out. Each response has the version of its weights.
 
 FROM_DISK = "/update_weights_from_disk"
 SGLANG_HOW = (
-    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/servers/in_sglang, "
-    "or have weight_sync.delta: null, so that it is given whole checkpoints"
+    "start it with this rltrain's plugin for SGLang (PYTHONPATH=<rltrain>/rollout/servers/in_sglang), "
+    "or have weight_sync.delta: null, to send it whole checkpoints"
 )
 NO_SUCH_ROUTE = (404, 405)
 
 
 class SGLangProtocol:
-    """Implements `ServerProtocol`."""
+    """SGLang's native routes. See `ServerProtocol`."""
 
     name = "sglang"
     ways: Sequence[str] = ("folder", "group", "delta")
@@ -295,7 +302,7 @@ class SGLangProtocol:
         if way == "folder":
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
-            return f"it has pipeline stages or replicas (pp_size, dp_size), which take no weights by way of a {way}"
+            return f"it has pipeline stages or replicas; weights by way of a {way} need pp_size and dp_size 1"
         return await without_route(calls, JOIN) if way == "group" else await _without_plugin(calls)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
@@ -304,20 +311,20 @@ class SGLangProtocol:
 
 
 async def _without_plugin(calls: Calls) -> str | None:
-    """Why it takes no deltas; None where it does."""
+    """Returns the reason if the server takes no deltas, else None."""
     states: Any = (await calls.get("/server_info")).get("internal_states") or ({},)
     why = without_deltas(states[0])
     return None if why is None else f"{why}; {SGLANG_HOW}"
 
 
 def without_deltas(told: Mapping[str, Any]) -> str | None:
-    """Why a server that tells this of itself takes no deltas; None where it does."""
+    """Returns the reason if a server with the status `told` takes no deltas, else None."""
     found, own = told.get(form.FORMAT_KEY), form.FORMAT
-    return None if found == own else f"it takes deltas of format {found}; expected {own}, that of this rltrain"
+    return None if found == own else f"it takes deltas of format {found}; expected {own}, the format of this rltrain"
 
 
 async def without_route(calls: Calls, path: str) -> str | None:
-    """Why nothing can be posted to `path`; None where it can: an empty body is refused there, and changes nothing."""
+    """Returns the reason if `path` takes no POST, else None. Sends an empty body, which servers refuse unchanged."""
     try:
         await calls.post(path, {})
     except ServerRefuses as refused:
@@ -325,17 +332,18 @@ async def without_route(calls: Calls, path: str) -> str | None:
     return None
 
 
-# OpenAI's completions, of servers that return token ids with them; weights from disk where they answer as SGLang.
+# OpenAI's completions with token ids in the responses. Weights come from disk if the server has SGLang's routes for
+# that.
 
 MODELS = "/v1/models"
 
 
 class OpenAIProtocol:
-    """Implements `ServerProtocol`."""
+    """OpenAI's completions. See `ServerProtocol`."""
 
     name = "openai"
     tells_version = "/model_info"
-    """Where a server says which weights it has."""
+    """Path of the server's report of its weight version."""
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: SGLangBroadcasts | None = None
 
@@ -349,6 +357,7 @@ class OpenAIProtocol:
         return "/v1/completions", self.body(drawing, sampling, described) | {"seed": drawing.sample.seed}
 
     def body(self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription) -> dict[str, Any]:
+        """Returns the common fields of requests, without the seed."""
         return {
             "model": described.model,
             "prompt": [*drawing.sample.context],
@@ -356,7 +365,7 @@ class OpenAIProtocol:
             "temperature": 0.0 if sampling.is_greedy(drawing.sample) else sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": [*sampling.stop_token_ids],
-            "ignore_eos": True,  # else its own end-of-text tokens count beside the job's
+            "ignore_eos": True,  # only the job's stop tokens end a response
             "stop": [*sampling.stop],
             "logprobs": 1,
             "return_token_ids": True,
@@ -372,8 +381,8 @@ class OpenAIProtocol:
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             if tokens is None and (choice.get("text") or logprobs):
                 raise ServerRefuses(
-                    "/v1/completions: its answer has no token_ids, which it was asked for by return_token_ids; "
-                    "expected a server that returns them, so that nothing is encoded again",
+                    "/v1/completions: the answer has no token_ids, though the request set return_token_ids. "
+                    "Expected a server with this option, because tokens are never encoded again",
                     400,
                 )
             drawing.add(tokens or [], logprobs)
@@ -382,7 +391,7 @@ class OpenAIProtocol:
         return None if version is None else str(version)
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
-        """Such servers end what nobody reads any more."""
+        """Returns False and sends nothing. Such servers end a request when its connection closes."""
         return False
 
     async def version(self, calls: Calls) -> str | None:
@@ -396,23 +405,23 @@ class OpenAIProtocol:
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         if await self.version(calls) is None:
-            return "it has no /model_info that tells a weight_version, so nobody could know which weights it has"
+            return "it has no /model_info with a weight_version, so its weights could not be checked"
         if way == "delta" and (why := without_deltas(await calls.get(self.tells_version))) is not None:
-            return f"{why}; have weight_sync.delta: null, so that it is given whole checkpoints"
+            return f"{why}; have weight_sync.delta: null, to send it whole checkpoints"
         return await without_route(calls, FROM_DISK)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         await calls.post(FROM_DISK, {"model_path": folder, "weight_version": label}, limit_s)
 
 
-# vLLM's completions and its routes for reinforcement learning, which it has with VLLM_SERVER_DEV_MODE=1.
+# vLLM's completions, and its routes for reinforcement learning. The routes exist with VLLM_SERVER_DEV_MODE=1.
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
 VLLM_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''
 
 
 class VLLMProtocol(OpenAIProtocol):
-    """Implements `ServerProtocol`. Seeds are not sent: with them every row of a batch is drawn on its own."""
+    """vLLM's completions and weight routes. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
     tells_version = "/weight_info"

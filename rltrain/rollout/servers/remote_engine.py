@@ -1,4 +1,4 @@
-"""What engines on servers have in common: their account of samples, and what a server has drawn of one."""
+"""The shared parts of engines on servers: the record of unfinished samples, and of the tokens received for each."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from rltrain.rollout.sample import Sample, Status
 
 
 class RemoteEngine(Engine):
-    """Keeps account of the samples that a subclass sends to servers and takes back finished."""
+    """An engine on servers. Keeps the record of unfinished samples. A subclass sends them and receives the tokens."""
 
     def __init__(self, max_running_requests: int, max_context_tokens: int, tokenizer: Tokenizer | None) -> None:
         self.policy_version: int | None = None
@@ -37,7 +37,8 @@ class RemoteEngine(Engine):
 
     @property
     def num_usable(self) -> int:
-        """Those, and some for servers to start before they are looked at again."""
+        """Number of samples to submit at most. Exceeds `num_free_slots` so that servers always have a few samples
+        queued."""
         return max(0, self._num_slots + max(1, self._num_slots // START_FRACTION) - self.num_unfinished)
 
     @property
@@ -45,11 +46,11 @@ class RemoteEngine(Engine):
         return self._max_running_requests
 
     def forget(self, ids: Collection[int]) -> None:
-        """Does nothing: servers give up first what they have not used for longest."""
+        """Does nothing, because servers evict the least recently used prefixes by themselves."""
         return
 
     def _accept(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        """Counts `samples` as unfinished. Raises, on all ranks alike, if they may not be queued beside the others."""
+        """Records `samples` as unfinished. Raises as `check_samples` and `stop_strings` do, equally on all ranks."""
         check_samples(
             samples,
             sampling,
@@ -62,60 +63,64 @@ class RemoteEngine(Engine):
         self._unfinished |= {sample.id: sample for sample in samples}
 
 
-# One sample at servers: what one of them has drawn of it, and what that makes of it.
+# A sample at a server, and the tokens received for it.
 
 _LOWEST_LOGPROB = -1e30
-"""SGLang reports minus infinity as the lowest number of its type."""
+"""SGLang sends the lowest finite number in place of minus infinity."""
 
 
 @dataclass
 class Drawing:
-    """A sample as it was sent, and what has come of it since: tokens with their log-probs."""
+    """A sample as it was sent to a server, with the tokens and log-probs received since."""
 
     sample: Sample
     limit: int
-    """How many tokens the response may have, those of `sample` included."""
+    """Most tokens of the whole response, including the tokens already in `sample`."""
     version: int = 0
-    """Of the weights that it was sent to."""
+    """Policy version of the server's weights when the sample was sent."""
     name: str = ""
-    """Of the request."""
+    """Name of the request."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     num_certain: int = 0
-    """So many of them are known to be of these weights."""
+    """Number of leading entries of `tokens` known to come from the weights of `version`."""
     end: str | None = None
-    """Why the server has ended it, in its own words; None: it has not."""
+    """The server's own reason for ending the request, or None while it runs."""
     failures: int = 0
-    """Times in a row that it was sent in vain."""
+    """Number of requests in a row that brought no new token."""
 
     @property
     def num_left(self) -> int:
-        """Tokens that the server may draw."""
+        """Number of tokens that the server may still generate for `sample`, as it was sent."""
         return self.limit - len(self.sample.tokens)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float | None], total: int | None = None) -> None:
-        """Of `total` tokens that the server has drawn the last ones; None: those that follow the ones that are
-        known."""
+        """Adds tokens and log-probs that the server sent.
+
+        `total` is the number of tokens generated so far, including these. With None they follow the known tokens.
+        Raises EngineError if the numbers of tokens and log-probs differ.
+        """
         if len(tokens) != len(logprobs):
             raise EngineError(
                 f"a server returned {len(tokens)} tokens and {len(logprobs)} log-probs for sample {self.sample.id}; "
-                "expected one of each"
+                "expected one log-prob per token"
             )
         begin = len(self.tokens) if total is None else total - len(tokens)
         self.tokens[begin:] = tokens
         self.logprobs[begin:] = logprobs
 
     def known(self) -> Sample:
-        """The sample with all that is certain, and something left to draw: the last token, where a server has ended
-        it."""
+        """Returns the pending sample with its certain tokens. At least one token remains to be generated, so the last
+        token is left out if the server has ended the request."""
         most = len(self.tokens) - 1 if self.end is not None else self.num_left - 1
         certain = self.logprobs[: min(self.num_certain, max(0, most))]
         return self._drawn(count_finite(certain), Status.PENDING)
 
     def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
-        """The sample as its server has ended it; pending where it has more to draw.
+        """Returns the sample after its server has ended the request. It is pending if it may have more tokens.
 
-        It has failed, and ends before the first log-prob that is not finite, if there is one.
+        The sample has failed if a log-prob is not finite, and ends before the first such token. `cut` finds stop
+        strings; None if there are none.
         """
         num_finite = count_finite(self.logprobs)
         if num_finite < len(self.logprobs):
@@ -131,7 +136,7 @@ class Drawing:
         return Status.TRUNCATED if len(self.tokens) >= self.num_left else Status.PENDING
 
     def again(self, sample: Sample) -> "Drawing":
-        """To be sent once more, as `sample`."""
+        """Returns a new record for sending `sample`. Keeps the count of failures unless `sample` has gained tokens."""
         failures = 0 if len(sample.tokens) > len(self.sample.tokens) else self.failures
         return Drawing(sample, self.limit, failures=failures)
 
@@ -140,12 +145,12 @@ class Drawing:
         return self.sample.drawn(self.tokens[:count], logprobs, self._versions(count), status)
 
     def _versions(self, count: int) -> list[int]:
-        """Of the first `count` tokens drawn here."""
+        """Returns the policy versions of the first `count` received tokens."""
         return [self.version] * count
 
 
 def count_finite(logprobs: Sequence[float | None]) -> int:
-    """Returns how many log-probs there are before the first one that is not finite."""
+    """Returns the number of log-probs before the first one that is not finite."""
     return next((place for place, value in enumerate(logprobs) if not _is_finite(value)), len(logprobs))
 
 
@@ -154,10 +159,11 @@ def _is_finite(logprob: float | None) -> bool:
 
 
 class DivergenceWatch:
-    """Tells weights that have diverged from single samples that fail: with such weights all samples fail.
+    """Detects diverged weights. With such weights every sample fails, and not only single ones.
 
-    A server does not say what its other requests draw in a step. So as many have to fail in a row as ran beside the
-    first of them. If a sample has ended well on the same weights, at least ON_SOUND_WEIGHTS have to.
+    A server does not report the other samples of a decode step. So the required number of failures in a row is the
+    number of samples that ran when the first one failed. It is at least ON_SOUND_WEIGHTS if a sample has succeeded on
+    the same weights.
     """
 
     ON_SOUND_WEIGHTS = 16
@@ -165,13 +171,12 @@ class DivergenceWatch:
     def __init__(self) -> None:
         self._num_failed, self._num_enough = 0, 0
         self._sound_version: int | None = None
-        """Version of the weights on which a sample has ended well most recently."""
+        """Version of the weights of the most recent sample that succeeded."""
 
     def ended(self, sample: Sample, version: int, num_beside: int) -> None:
-        """Takes in a sample that has ended while `num_beside` others ran, on weights of `version`.
+        """Records an ended sample of weights `version`, with `num_beside` other samples running.
 
-        A sample that is still pending shows nothing. Raises DivergenceError for the last of the samples that have to
-        fail.
+        Ignores pending samples. Raises DivergenceError once the required number of samples has failed in a row.
         """
         if sample.status == Status.PENDING:
             return
@@ -185,6 +190,7 @@ class DivergenceWatch:
         if self._num_failed >= self._num_enough:
             self._num_failed = 0
             raise DivergenceError(
-                f"The rollout policy (version {version}) gives log-probs that are not finite, in every response that "
-                "runs: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
+                f"The rollout policy (version {version}) gives log-probs that are not finite, in every running "
+                "response: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
+                "model.path."
             )

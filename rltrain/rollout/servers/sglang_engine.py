@@ -1,4 +1,4 @@
-"""SGLang as the rollout engine: a server that the engine's first rank starts and feeds."""
+"""The SGLang engine. The first rank of the engine starts a server and sends it samples and weights."""
 
 import logging
 import os
@@ -36,25 +36,30 @@ from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
 
 logger = logging.getLogger(__name__)
 
-# SGLang as the rollout engine: a server that the engine's first rank starts, feeds and, where it dies, replaces.
+# The engine. The first rank starts the server, and replaces it if it dies.
 
 STEP_WAIT_S = 0.005
-"""What a step waits for a response to end: a decode step of a fast model."""
+"""Longest wait of a step for a finished response: about one decode step of a fast model."""
 FLUSH = "/flush_cache?timeout=10"
-"""Seconds that the server may take to notice that nothing runs."""
+"""Lets the server take up to 10 seconds to notice that no request runs."""
 
 
 class SGLangEngine(RemoteEngine):
-    """All ranks of the engine make equal calls. `server` is given on the first rank of each node,
-    `client` on the engine's first rank.
+    """An engine with one SGLang server. All ranks of the engine make equal calls.
 
-    A server draws tokens whether or not anybody calls `step`, which returns what has finished meanwhile. One that dies,
-    or has samples and draws nothing for `hang_timeout_s`, is replaced up to `max_restarts` times: what it was drawing
-    goes on from what is known of it. `advance` is called while a server starts. With `seeded` samples are sent with
-    their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
-    checksums of the weights that it has copied; one that has others is replaced too. `role` is the config section that
-    `settings` are of. With `routing`, on the first rank alone, samples come back with the experts that they visited.
-    `adapter` is what the server has beside its weights.
+    The server generates between calls of `step` too. `step` returns the samples finished since the last call. A server
+    is replaced if it dies, or if it has samples and produces nothing for `hang_timeout_s`. That happens at most
+    `max_restarts` times. Its running samples continue from their known tokens.
+
+    - `server` is given on the first rank of each node, `client` on the engine's first rank. Both are None elsewhere.
+    - `delivery` is this rank's share of the weights on their way into the server.
+    - `group` holds the engine's ranks (gloo), or is None for an engine with one rank.
+    - `settings` is the `sglang` section of the config section `role`.
+    - `advance` is called regularly while a server starts.
+    - `seeded` sends samples with their seeds. The server heeds them if started for deterministic inference.
+    - `verify` makes the server compare checksums of the weights after copying. It is replaced if they differ.
+    - `routing`, on the first rank alone, makes samples return with the experts of each token.
+    - `adapter` describes the low-rank adapters in the server, or is None.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class SGLangEngine(RemoteEngine):
         num_ranks = dist.get_world_size(group) if group is not None else 1
         self._adapter_load = first_load(adapter, num_ranks) if adapter else None
         self._lost: str | None = None
-        """Why the server is to be replaced at the end of the update."""
+        """Reason to replace the server at the end of the update, or None."""
         self._released: set[str] = set()
         self._session: ServerSession | None = None
         if client is not None:
@@ -99,9 +104,9 @@ class SGLangEngine(RemoteEngine):
             )
 
     def start(self) -> None:
-        """Start the server and wait until it can take weights; from the main thread.
+        """Starts the server and waits until it can take weights. Must be called in the main thread.
 
-        Raises EngineError where it cannot be started. Collective over: the engine's ranks.
+        Raises EngineError if it cannot be started. Collective over: the engine's ranks.
         """
         try:
             self._start()
@@ -109,9 +114,9 @@ class SGLangEngine(RemoteEngine):
             self._restart(lost)
 
     def begin_update(self) -> None:
-        """Withdraw the policy version. What is running stops after its present token and keeps keys and values.
+        """Withdraws the policy version. Running samples stop after their current token and keep their keys and values.
 
-        A server that is lost is replaced in `end_update`. Collective over: the engine's ranks.
+        `end_update` replaces the server if it is lost. Collective over: the engine's ranks.
         """
         self.policy_version = None
         try:
@@ -127,9 +132,11 @@ class SGLangEngine(RemoteEngine):
         self.delivery.arrived(part, self._verify)
 
     def end_update(self, version: int) -> None:
-        """All parts have arrived: serve them as `version`. What was running goes on.
+        """Completes an update once all parts have arrived. The server serves them as `version`, and running samples
+        continue.
 
-        Raises EngineError where the server has to be replaced and cannot be. Collective over: the engine's ranks.
+        Raises EngineError if a lost server cannot be replaced, and SyncError if the server ends up with another
+        version. Collective over: the engine's ranks.
         """
         try:
             self.delivery.finish(version)
@@ -140,7 +147,7 @@ class SGLangEngine(RemoteEngine):
             self._restart(lost)
         if self.delivery.version != version:
             raise SyncError(
-                f"the engine serves weights of version {self.delivery.version} after a weight sync that was to bring "
+                f"the engine serves weights of version {self.delivery.version} after a weight sync; expected "
                 f"version {version}"
             )
         self._lost = None
@@ -154,9 +161,9 @@ class SGLangEngine(RemoteEngine):
             self._session.submit(samples, sampling, self._tokenizer)
 
     def step(self) -> list[Sample]:
-        """What has finished since the last step; where nothing has, wait for some milliseconds.
+        """Returns the samples finished since the last step. Waits for some milliseconds if there are none.
 
-        Raises SyncError, on every rank, between `begin_update` and `end_update`. Collective over: the engine's ranks.
+        Raises SyncError on every rank between `begin_update` and `end_update`. Collective over: the engine's ranks.
         """
         served_version(self.policy_version)
         if not self._unfinished:
@@ -176,10 +183,10 @@ class SGLangEngine(RemoteEngine):
         return finished
 
     def suspend(self) -> list[Sample]:
-        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
+        """Takes back all unfinished samples in the order of submission, with their tokens so far.
 
-        Raises SyncError where something runs between `begin_update` and `end_update`. Collective over: the engine's
-        ranks.
+        Raises SyncError if samples are unfinished between `begin_update` and `end_update`. Collective over: the
+        engine's ranks.
         """
         if not self._unfinished:
             return []
@@ -194,13 +201,12 @@ class SGLangEngine(RemoteEngine):
         return [by_id[number] for number in unfinished]
 
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the samples at the server, each with what it is known to have drawn so far. On the first rank."""
+        """Returns these samples with their known tokens if they are running. Empty on all ranks except the first."""
         return [] if self._session is None else self._session.progress(ids)
 
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """As `suspend`, for these samples alone: the others come back to the server at once, which has their keys and
-        values. Collective over: the engine's ranks.
-        """
+        """Takes back these samples, as `suspend` does. The other samples return to the server at once and find their
+        keys and values in its cache. Collective over: the engine's ranks."""
         if self._unfinished.keys().isdisjoint(ids):
             return []
         sampling, back = self._sampling, self.suspend()
@@ -210,7 +216,7 @@ class SGLangEngine(RemoteEngine):
         return [sample for sample in back if sample.id in ids]
 
     def release_cache(self) -> None:
-        """Forget all keys and values. Their memory stays the server's: `release` gives it back.
+        """Empties the prefix cache. The server keeps the memory until `release`.
 
         Collective over: the engine's ranks.
         """
@@ -218,9 +224,9 @@ class SGLangEngine(RemoteEngine):
         self._reaches_server(lambda: self._call(FLUSH))
 
     def release(self, tags: Sequence[str]) -> None:
-        """Give back the device memory of "weights", "kv_cache" or "cuda_graph", contents lost, until `resume`.
+        """Releases the device memory of "weights", "kv_cache" or "cuda_graph" until `resume`. Its contents are lost.
 
-        Only where the server was started for it. Collective over: the engine's ranks.
+        The server must have been started with the memory saver. Collective over: the engine's ranks.
         """
         expect_idle(self.num_unfinished, "release")
         while not self._reaches_server(lambda: self._call("/release_memory_occupation", tags=[*tags])):
@@ -228,21 +234,22 @@ class SGLangEngine(RemoteEngine):
         self._released |= {*tags}
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Take back what of `tags` is released; weights need `redeliver`. Collective over: the engine's ranks."""
+        """Takes back the released memory among `tags`. Weights also need `redeliver`. Collective over: the engine's
+        ranks."""
         released = [tag for tag in tags if tag in self._released]
         if released:
             self._reaches_server(lambda: self._call("/resume_memory_occupation", tags=released))
             self._released -= {*released}
 
     def redeliver(self) -> None:
-        """Give the server the weights once more that it had last. Collective over: the engine's ranks."""
+        """Gives the server its last weights again. Collective over: the engine's ranks."""
         try:
             self.delivery.redeliver(self._verify)
         except EngineLost as lost:
             self._restart(lost)
 
     def close(self) -> None:
-        """End the server, whatever state it is in."""
+        """Ends the server in any state."""
         self._unfinished = {}
         if self._client is not None:
             self._client.close()
@@ -250,7 +257,7 @@ class SGLangEngine(RemoteEngine):
             self._server.kill()
         self.delivery.close()
 
-    # Of the first rank alone, where there are a server, a client and a session.
+    # Methods of the first rank, the only one with a session and a client.
 
     def _wait_for_server(self, advance: Callable[[], None]) -> None:
         assert self._server is not None and self._client is not None
@@ -276,7 +283,8 @@ class SGLangEngine(RemoteEngine):
             self._call(FLUSH)
 
     def _suspend(self) -> list[Sample]:
-        """Where the server is lost, what is known to be drawn; the next step replaces it."""
+        """Takes all samples back. If the server is lost, returns their known tokens, and the next step replaces the
+        server."""
         assert self._session is not None and self._server is not None
         try:
             return self._session.suspend()
@@ -298,7 +306,7 @@ class SGLangEngine(RemoteEngine):
         assert self._client is not None
         self._client.call(path, body)
 
-    # Of all ranks.
+    # Methods of all ranks.
 
     def _start(self) -> None:
         if self._server is not None:
@@ -316,7 +324,7 @@ class SGLangEngine(RemoteEngine):
             self._session.begin_version(version)
 
     def _reaches_server(self, action: Callable[[], None]) -> bool:
-        """`action` on the first rank; where the server is lost, replace it instead."""
+        """Runs `action` on the first rank and returns True. If the server is lost, replaces it and returns False."""
         try:
             self._sharing.together(action)
         except EngineLost as lost:
@@ -325,17 +333,17 @@ class SGLangEngine(RemoteEngine):
         return True
 
     def _restart(self, lost: EngineLost) -> None:
-        """Replace the server by one with the weights that were delivered last, and queue what was in flight."""
+        """Replaces the server, gives the new one the last delivered weights, and queues the running samples again."""
         while True:
             if self.num_restarts >= self._settings.max_restarts:
                 raise EngineError(
-                    f"The SGLang server of this engine was lost: {lost}. It has been started anew {self.num_restarts} "
+                    f"The SGLang server of this engine was lost: {lost}. It has been restarted {self.num_restarts} "
                     f"times, and {self._role}.sglang.max_restarts = {self._settings.max_restarts} allows no more. Its "
                     "log is in the run folder."
                 )
             self.num_restarts += 1
             if self._sharing.is_first:
-                logger.warning("The SGLang server of this engine was lost and is started anew: %s", lost)
+                logger.warning("The SGLang server of this engine was lost and is restarted: %s", lost)
             self._sharing.together(self._lose_server)
             if self._server is not None:
                 self._server.kill()
@@ -347,19 +355,22 @@ class SGLangEngine(RemoteEngine):
                 lost = again
 
     def _forget(self) -> None:
-        """After a divergence nothing is unfinished."""
+        """Drops all unfinished samples after a divergence."""
         self._unfinished = {}
-        with suppress(EngineLost):  # a server that is lost has nothing unfinished
+        with suppress(EngineLost):  # a lost server has no requests
             self._sharing.together(self._forget_all)
 
 
-# SGLang's server on a rank of a role, and the parts of memory that it lives in.
+# Builds the engine for a rank of a role, and the parts of its memory.
 
 LOOPBACK = "127.0.0.1"
 
 
 def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """As rollout.build says. ConfigError where SGLang refuses its arguments."""
+    """Builds this rank's share of the engine, as rollout.build.build_engine says.
+
+    Raises ConfigError if SGLang refuses the arguments.
+    """
     world, ranks, settings = site.world, site.ranks, site.settings
     _check_device(site)
     group = site.groups.cpu[ranks] if len(ranks) > 1 else None
@@ -430,8 +441,8 @@ def _warn_of_seeds(site: EngineSite) -> None:
     heeds_them = site.settings.sglang.heeds_seeds or not site.settings.sampling.temperature
     if not heeds_them and site.world.rank == site.grid.owner(0):
         logger.warning(
-            "SGLang draws with random numbers of its own, so that `seed` fixes nothing that it draws; for that set "
-            "%s.sglang.args.enable_deterministic_inference to true, which costs some speed",
+            "SGLang samples with its own random numbers, so `seed` does not make its responses repeat. To repeat them "
+            "set %s.sglang.args.enable_deterministic_inference to true; this costs some speed",
             site.role,
         )
 
@@ -439,8 +450,11 @@ def _warn_of_seeds(site: EngineSite) -> None:
 def parts_of_server(
     engine: SGLangEngine, delivery: Delivery, leave: Callable[[], None], leaves: bool, *, has_adapters: bool = False
 ) -> Mapping[str, MemoryPart]:
-    """Without a GPU the server keeps its memory, which is the host's, and only forgets what lies in it. Adapters never
-    leave the device: SGLang has them outside of what it releases."""
+    """Returns the server's memory as parts for offloading.
+
+    With `leaves` False nothing is released, as without a GPU, and dropping the cache only ends running samples.
+    Adapters always stay on the device, because SGLang's memory saver leaves them out.
+    """
 
     def release(*tags: str) -> None:
         if leaves:
@@ -464,26 +478,26 @@ def parts_of_server(
     kv_cache = RemotePart(
         release=lambda: release("kv_cache", "cuda_graph"),
         resume=lambda: resume("kv_cache", "cuda_graph"),
-        num_bytes=lambda: 0,  # the server's, which takes what it finds free
+        num_bytes=lambda: 0,  # the server sizes its cache by the free memory that it finds
         forget=leave,
     )
     of_weights = {"base": weights, "weights": MemoryPart(tuple)} if has_adapters else {"weights": weights}
-    return {"kv_cache": kv_cache, **of_weights}  # nothing runs any more when the weights leave
+    return {"kv_cache": kv_cache, **of_weights}  # in this order, so no sample runs when the weights leave
 
 
 def _check_device(site: EngineSite) -> None:
-    """Raises ConfigError for what SGLang does on GPUs alone."""
+    """Raises ConfigError for settings that SGLang supports only on GPUs."""
     if site.world.device.type != "cpu":
         return
     if len(site.ranks) > 1:
         raise ConfigError(
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
-            f"since SGLang runs on CPUs in one process, or {site.role}.engine: embedded"
+            f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
         )
     if site.settings.dtype == "fp8":
         raise ConfigError(
-            f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, since SGLang has "
-            f"no such product for CPUs, or {site.role}.engine: embedded"
+            f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, because SGLang "
+            f"multiplies in FP8 only on GPUs, or {site.role}.engine: embedded"
         )
 
 
@@ -517,14 +531,14 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
 
 
 def _gpus(ranks: list[int], ranks_per_node: int) -> tuple[str, ...]:
-    """Those of `ranks`, as CUDA_VISIBLE_DEVICES is to name them for a child process."""
+    """Returns the GPUs of `ranks` as names for CUDA_VISIBLE_DEVICES of a child process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return tuple(names[rank % ranks_per_node] for rank in ranks)
 
 
 def _rendezvous(site: EngineSite) -> str | None:
-    """host:port where the processes of an engine over several nodes meet, on the node of its first rank."""
+    """Returns host:port on the node of the engine's first rank, for an engine over several nodes. None for one node."""
     if site.num_nodes == 1:
         return None
     key = f"engine/{site.role}/{site.ranks[0]}"

@@ -1,4 +1,4 @@
-"""An SGLang server as a child process: its arguments, its environment, its end."""
+"""An SGLang server as a child process: its arguments, environment, start and end."""
 
 import contextlib
 import functools
@@ -23,67 +23,67 @@ from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
 from rltrain.reshard.native import BLOCK
 from rltrain.runtime.messages import family_of
 
-# What a server is started from, and the environment that it runs in.
+# The description of a server, and its environment.
 
 SERVER_FOLDER = Path(__file__).parent / "in_sglang"
-"""Modules that SGLang's Python imports."""
+"""Folder of the modules that SGLang's Python imports."""
 
 FOR_THE_RANK = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHON")
-"""What torchrun, training and the rank's own Python read; a server that saw it would take itself for a rank."""
+"""Prefixes of variables for torchrun, training and the rank's own Python. With them a server would act as a rank."""
 FOR_THE_RANK_EXACTLY = {"RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_GLOO_LAZY_INIT", "VIRTUAL_ENV"}
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Low-rank adapters that a server has beside the weights, one set for all requests: alpha / rank x B A."""
+    """Low-rank adapters in a server beside its weights. One set serves all requests: alpha / rank x B A."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The matrices that have one, as PEFT calls them."""
+    """PEFT's names of the matrices with an adapter."""
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One engine's server, or one node's part of it."""
+    """The server of one engine, or one node's part of it."""
 
     python: str
-    """Interpreter of an environment that has SGLang."""
+    """Python interpreter of an environment with SGLang."""
     model_path: str
     device: Literal["cpu", "cuda"]
     dtype: str
     tp: int
-    """Ranks of the engine, over all its nodes."""
+    """Number of the engine's ranks, over all its nodes."""
     gpus: tuple[str, ...]
-    """CUDA_VISIBLE_DEVICES of the server; () on CPU."""
+    """CUDA_VISIBLE_DEVICES of the server. Empty on CPU."""
     host: str
-    """Address that the server listens on."""
+    """Address on which the server listens."""
     log_path: Path
-    """Appended to, with a header per start."""
+    """Log file. Each start appends a header."""
     max_running_requests: int
     max_context_tokens: int
     needs_tokenizer: bool
-    """Whether stop strings are looked for."""
+    """Whether stop strings are configured."""
     memory_saver: bool
-    """Whether it can give its memory back and take it again."""
+    """Whether the server can release its memory and take it back."""
     fp8: bool
-    """Whether the layers' matrices are in FP8, with a scale per block of 128 x 128."""
+    """Whether the layers' matrices are in FP8, with one scale per block of 128 x 128."""
     draws_during_syncs: bool
-    """Whether weights may come while it has responses under way."""
+    """Whether weights may arrive while responses are running."""
     args: Mapping[str, Any]
-    """More arguments by name: <role>.sglang.args."""
+    """Further arguments by name, from <role>.sglang.args."""
     role: str = "rollout"
-    """The config section that it is described in, and what messages call it by."""
+    """The server's config section, also its name in messages."""
     wide_head: bool = False
-    """Whether logits are made in fp32."""
+    """Whether logits are computed in fp32."""
     node_rank: int = 0
     num_nodes: int = 1
     returns_routing: bool = False
-    """Whether it tells which experts tokens have visited."""
+    """Whether responses include the experts of each token."""
     adapter: AdapterSpec | None = None
-    """None: it has weights alone."""
+    """Adapters beside the weights, or None."""
     rendezvous: str | None = None
-    """HOST:PORT at which the nodes of an engine meet; None where it has one node."""
+    """HOST:PORT for the nodes of an engine to meet. None for one node."""
 
     @property
     def config_key(self) -> str:
@@ -91,31 +91,32 @@ class ServerSpec:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what is there for the rank, and with the modules of `server/`."""
+    """Returns this process's environment without the rank's variables, with the modules of in_sglang/ on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if not _for_the_rank(name)}
     return kept | {
         "PYTHONPATH": str(SERVER_FOLDER),
-        "PYTHONUNBUFFERED": "1",  # a wait for the server looks at its log
+        "PYTHONUNBUFFERED": "1",  # `wait_until_ready` watches the log
     }
 
 
 def server_environment(spec: ServerSpec) -> dict[str, str]:
-    """The environment of a server, but for its token."""
+    """Returns the environment of a server, without its token."""
     environment = clean_environment()
     if spec.device == "cuda":
-        environment.pop("OMP_NUM_THREADS", None)  # torchrun's, for ranks; on the CPU engines share the cores with them
+        environment.pop("OMP_NUM_THREADS", None)  # set by torchrun for ranks; a server on a GPU need not heed it
     if spec.memory_saver:
-        # Without it CUDA graphs stay where they are when their memory is released, which SGLang does not mention.
+        # Without it SGLang keeps CUDA graphs in place when it releases their memory, though its documentation does not
+        # say so.
         environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     not_proxied = [environment[name] for name in ("NO_PROXY", "no_proxy") if name in environment]
     return environment | {
         "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus),
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the context has some slack, which the model need not have
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are of the tempered distribution
-        "SGLANG_SANITIZE_NAN_LOGITS": "0",  # a policy that has diverged must not look like one that guesses
-        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",  # they hold up a server that is to be replaced
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for CONTEXT_SLACK_TOKENS
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are after temperature
+        "SGLANG_SANITIZE_NAN_LOGITS": "0",  # a diverged policy must be noticed
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",  # dumps would delay the restart
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-        "NO_PROXY": ",".join([*not_proxied, spec.host]),  # at the end of its start it calls itself
+        "NO_PROXY": ",".join([*not_proxied, spec.host]),  # a starting server calls itself
     }
 
 
@@ -124,14 +125,15 @@ def _for_the_rank(name: str) -> bool:
     return allocator or name in FOR_THE_RANK_EXACTLY or name.startswith(FOR_THE_RANK)
 
 
-# The arguments of an SGLang server: what rltrain sets, what it only proposes, and what the config adds.
+# The arguments of a server: fixed by rltrain, rltrain's defaults, and the config's.
 
 MIN_VERSION = "0.5.23"
-"""Older ones lack update sessions or report one weight version per response instead of one per token."""
+"""Oldest supported version. Earlier ones lack update sessions, or report weight versions per response and not per
+token."""
 
 CHECK_TIMEOUT_S = 600.0
 CONTEXT_SLACK_TOKENS = 8
-"""SGLang cuts responses a few tokens before what it takes for the longest context."""
+"""SGLang ends responses a few tokens before its context length."""
 MAX_CPU_CACHE_TOKENS = 2**17
 MODEL_OVERRIDES = "json_model_override_args"
 FP8_CHECKPOINT = {
@@ -140,14 +142,14 @@ FP8_CHECKPOINT = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""As in the config.json of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
+"""The quantization_config of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
 
 NOT_FOR_CONFIGS = {
     "model_path": "it is {path}",
     "tokenizer_path": "it is {path}",
     "device": "it is the device that the run was started on",
     "dtype": "it follows from model.dtype",
-    "enable_fp32_lm_head": "it follows from model.head_dtype, which the trainer heeds too",
+    "enable_fp32_lm_head": "it follows from model.head_dtype, which the trainer uses too",
     "tp_size": "it is {role}.parallel.tp",
     "pp_size": "an engine has no pipeline stages; more engines come from more ranks in placement",
     "dp_size": "an engine is one replica; more engines come from more ranks in placement",
@@ -170,12 +172,12 @@ NOT_FOR_CONFIGS = {
     "custom_weight_loader": "rltrain brings the weights",
     "weight_version": "rltrain brings the weights",
     "enable_memory_saver": "it follows from the placement",
-    "skip_server_warmup": "there are no weights to warm up with when it starts",
-    "incremental_streaming_output": "responses come as what is new of them",
+    "skip_server_warmup": "a starting server has no weights to warm up with",
+    "incremental_streaming_output": "rltrain reads responses as increments",
     "config": "arguments are given one by one, so that each can be checked",
     **dict.fromkeys(
         ("enable_eplb", "init_expert_location", "ep_num_redundant_experts"),
-        "experts would lie elsewhere than weight syncs write them",
+        "experts would not be in the places that weight syncs write to",
     ),
     **dict.fromkeys(
         ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch"),
@@ -189,21 +191,21 @@ NOT_FOR_CONFIGS = {
     "enable_return_routed_experts": "it follows from model.router_replay",
     "weight_cache_mode": "the weights would be shared with engines of other runs",
 }
-"""Fields of SGLang's ServerArgs that the config may not give, and why: {role} and {path} stand for config
+"""Fields of SGLang's ServerArgs that the config may not set, with the reason. {role} and {path} are replaced by config
 keys."""
 
 NOT_WITH_ROUTING = {
     **dict.fromkeys(
         ("enable_hierarchical_cache", "enable_lmcache"),
-        "keys and values come back to its device without the experts that their tokens visited",
+        "keys and values return to the device without the experts of their tokens",
     ),
-    "speculative_algorithm": "its record has no room for all tokens that are drafted",
+    "speculative_algorithm": "SGLang's record of experts has no room for all drafted tokens",
 }
-"""Fields with which an SGLang 0.5.23 that is to return experts returns wrong ones, or ends."""
+"""Fields with which SGLang 0.5.23 returns wrong experts, or ends, if it is to return experts."""
 
 
 def check_arguments(spec: ServerSpec) -> None:
-    """Ask the interpreter of the spec whether it has SGLang and what the installed version says to `spec.args`.
+    """Asks the spec's interpreter for its SGLang version, and whether that version accepts `spec.args`.
 
     Takes some seconds, once per interpreter and arguments. Raises ConfigError.
     """
@@ -224,12 +226,12 @@ def check_arguments(spec: ServerSpec) -> None:
     for name in spec.args:
         if name not in reply["fields"]:
             near = nearest(name, reply["names"])
-            hint = f"the nearest that it has is {near}" if near else "its own list: python -m sglang.launch_server -h"
+            hint = f"the nearest that it has is {near}" if near else "list them by python -m sglang.launch_server -h"
             raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
         _refuse_ours(spec, name, reply["fields"][name])
         _refuse_without_routing(spec, name, reply["fields"][name])
     if reply["problem"] is not None:
-        raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
+        raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept these: {reply['problem']}")
 
 
 def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
@@ -250,7 +252,7 @@ def _refuse_without_routing(spec: ServerSpec, name: str, field: str) -> None:
 
 
 def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[str, dict[str, Any]]:
-    """What rltrain_serve.py takes: arguments by name under "defaults", "args" and "own", of which later ones win."""
+    """Returns the arguments for rltrain_serve.py by name, under "defaults", "args" and "own". Later groups win."""
     return {
         "defaults": _proposed(spec),
         "args": dict(spec.args),
@@ -281,7 +283,8 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
 
 
 def _fp8(spec: ServerSpec) -> dict[str, Any]:
-    """What a checkpoint in FP8 says of itself: its folder is not one, but its weights come as of one."""
+    """Returns the override that declares FP8 weights. The checkpoint itself is not in FP8, but its weights arrive in
+    FP8."""
     overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
     return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
 
@@ -291,7 +294,7 @@ def _adapters(adapter: AdapterSpec) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": adapter.rank,
         "lora_target_modules": [*adapter.targets],
-        "max_loras_per_batch": 2,  # the base counts as one: with room for both neither makes place for the other
+        "max_loras_per_batch": 2,  # the base counts as one, so neither evicts the other
     }
 
 
@@ -299,12 +302,13 @@ def _proposed(spec: ServerSpec) -> dict[str, Any]:
     common: dict[str, Any] = {
         "load_format": "dummy",
         "log_level_http": "warning",
-        # With it a pause leaves a batch half done: its tokens would be counted to the weights that come next.
+        # With the overlap schedule a pause leaves a batch half done, and its tokens would be counted to the next
+        # weights.
         "disable_overlap_schedule": spec.draws_during_syncs or spec.device == "cpu",
     }
     if spec.device == "cuda":
         return common
-    # SGLang takes most of the host's memory for keys and values where it finds no GPU, and a core while it is idle.
+    # Without a GPU SGLang takes most of the host's memory for keys and values, and one core while it is idle.
     longest = spec.max_context_tokens + CONTEXT_SLACK_TOKENS
     return common | {
         "attention_backend": "torch_native",
@@ -333,24 +337,24 @@ def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{key}.python: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter "
-            "of an environment with SGLang, on a file system that answers"
+            "of an environment with SGLang, on a file system in working order"
         ) from error
     if done.returncode:
         last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-5:])
         raise ConfigError(
-            f"{key}.python: {python} cannot tell which arguments its SGLang takes (exit status {done.returncode}); "
-            f"expected the interpreter of an environment with SGLang {MIN_VERSION} or newer. It said:\n{last}"
+            f"{key}.python: {python} cannot list the arguments of its SGLang (exit status {done.returncode}); "
+            f"expected the interpreter of an environment with SGLang {MIN_VERSION} or newer. Its last output:\n{last}"
         )
     reply: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reply
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23.post1"."""
+    """Returns (0, 5, 23) for "0.5.23.post1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
-# An SGLang server as a child process that never outlives its rank.
+# The child process. It never outlives its rank.
 
 TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
 POLL_S = 0.1
@@ -360,7 +364,7 @@ LOG_TAIL_LINES, LOG_LINE_CHARS = 20, 300
 
 
 class Server:
-    """One server, started as often as need be; every start has a port and a token of its own."""
+    """One server, restarted as often as needed. Every start has its own port and token."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
@@ -373,14 +377,15 @@ class Server:
         self._reserved: list[socket.socket] = []
 
     def start(self) -> None:
-        """Start the server and return at once. From the main thread: the kernel ends it when its starter's thread ends.
+        """Starts the server and returns at once. Must be called in the main thread, because the kernel ends the server
+        with the thread that started it.
 
-        Raises ValueError while it runs, ConfigError where the log cannot be written.
+        Raises ValueError while the server runs, and ConfigError if the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError("start() in another thread than the main one, with whose end the server would be killed")
+            raise ValueError("start() outside of the main thread; the server would be killed when that thread ends")
         if self._process is not None and self._process.poll() is None:
-            raise ValueError("start() of a server that runs")
+            raise ValueError("start() of a running server")
         self._release_ports()
         self._reserved = [_reserve_port(self.spec.host), _reserve_port("")]
         port, rendezvous_port = (reserved.getsockname()[1] for reserved in self._reserved)
@@ -399,8 +404,8 @@ class Server:
                 log.write(f"===== {now}: start {self.num_starts}, {self.url}: {arguments}\n".encode())
                 log.flush()
                 self._log_start_bytes = log.tell()
-                # A session of its own: who kills the rank's process group must not kill the supervisor, which then
-                # has the rest of the tree to kill.
+                # In its own session the supervisor survives a kill of the rank's process group, and can then kill the
+                # rest of its tree.
                 self._process = subprocess.Popen(
                     [*supervise, *serve],
                     env=environment,
@@ -413,10 +418,10 @@ class Server:
             raise cannot_write(self.spec.log_path, error) from error
 
     def wait_until_ready(self, timeout_s: float, advance: Callable[[], None]) -> None:
-        """Until the server takes requests; of an engine over several nodes, on all but the first, while it lives.
+        """Waits until the server takes requests. On further nodes of an engine only checks that it runs.
 
-        `advance` is called whenever something has been added to the log; `timeout_s` runs while nothing is. Raises
-        EngineError with the end of the log when the server ends or the time is up, after which it does not run.
+        `advance` is called whenever the log has grown. `timeout_s` is the limit for a log that does not grow. If the
+        server ends or the time is up, ends the server and raises EngineError with the end of the log.
         """
         size_bytes, since_s = -1, time.monotonic()
         while True:
@@ -434,7 +439,7 @@ class Server:
             elif time.monotonic() - since_s > timeout_s:
                 self.kill()
                 raise EngineError(
-                    f"{self._failed(f'has not got ready, and added nothing to its log for {timeout_s:g} s')} "
+                    f"{self._failed(f'is not ready and has added nothing to its log for {timeout_s:g} s')} "
                     f"({self.spec.config_key}.start_timeout_s: raise it for a larger model or a slower disk)"
                     f"{self._log_tail()}"
                 )
@@ -442,7 +447,7 @@ class Server:
 
     @property
     def ending(self) -> str | None:
-        """None while the server runs, else how it ended: "ended with exit status 1"."""
+        """None while the server runs, else a text on its end, such as "ended with exit status 1"."""
         if self._process is None:
             return "has not been started"
         status = self._process.poll()
@@ -455,9 +460,9 @@ class Server:
         return f"was killed by {_signal_name(status - 128)}" if status > 128 else f"ended with exit status {status}"
 
     def kill(self) -> None:
-        """End the server and every process that it has started; they are gone when this returns. May be repeated.
+        """Ends the server and all processes that it started, and waits for their end. May be repeated.
 
-        Raises EngineError where the kernel does not let go of them.
+        Raises EngineError if the kernel cannot end them.
         """
         self._release_ports()
         if self._process is None or self._process.poll() is not None:
@@ -470,7 +475,7 @@ class Server:
             self._kill_group(self._process)
 
     def _kill_group(self, supervisor: subprocess.Popen[bytes]) -> None:
-        """For a supervisor that hangs, or waits for a process that the kernel holds: all that is in its group."""
+        """Kills the whole process group, for a supervisor that hangs or waits for an unkillable process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(supervisor.pid, signal.SIGKILL)
         try:
@@ -498,9 +503,7 @@ class Server:
             log.seek(self._log_start_bytes)
             lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         shown = "\n".join(f"  {line[:LOG_LINE_CHARS]}" for line in lines) if lines else "  (nothing)"
-        return (
-            f"; what it was given is in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
-        )
+        return f"; its arguments are in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
 
     def _release_ports(self) -> None:
         for reserved in self._reserved:
@@ -509,9 +512,9 @@ class Server:
 
 
 def _reserve_port(host: str) -> socket.socket:
-    """A socket on a free port, "" being every address: held, so that no other process is given the port.
+    """Returns a socket bound to a free port, so that no other process gets the port. "" means every address.
 
-    The server can have it all the same: it too sets SO_REUSEADDR, and this socket never listens.
+    The server can still bind the port: both set SO_REUSEADDR, and this socket never listens.
     """
     family = family_of(host)
     reserved = socket.socket(family)

@@ -1,4 +1,4 @@
-"""What an engine's first rank has at its server, and what it tells the other ranks."""
+"""The requests of an engine's first rank at its server, and the results' way to the other ranks."""
 
 import base64
 import binascii
@@ -22,37 +22,39 @@ from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
 from rltrain.runtime.group_messages import broadcast_json
 
-# What the first rank of an engine tells the others: they have no server to talk to, but make the same calls.
+# Broadcasts from the engine's first rank to its others. They have no server, but make the same calls.
 
 T = TypeVar("T")
 
 ERRORS = {error.__name__: error for error in (EngineLost, EngineError, DivergenceError)}
-"""Raised on the first rank, these are raised on all."""
+"""Errors of the first rank that are raised on all ranks."""
 
 
 class EngineBroadcast:
-    """Over `group`, the engine's ranks on gloo; None where the engine has one rank."""
+    """Broadcasts over `group`, the engine's ranks on gloo. None for an engine with one rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.is_first = group is None or group.rank() == 0
 
     def samples(self, action: Callable[[], Sequence[Sample]], known: Mapping[int, Sample]) -> list[Sample]:
-        """What `action` returns on the first rank, where alone it is called, on every rank; `known` has all of them, by
-        id and in an earlier state.
+        """Calls `action` on the first rank and returns its samples on every rank.
 
-        One of ERRORS that it raises is raised on every rank. Collective over: the engine's ranks.
+        `known` has all of these samples by id, in an earlier state. If `action` raises one of ERRORS, every rank raises
+        it. Collective over: the engine's ranks.
         """
         samples, error = self._attempt(action)
         return self._shared(samples or (), error, known)
 
     def together(self, action: Callable[[], object]) -> None:
-        """As `samples`, for an `action` that returns nothing of interest. Collective over: the engine's ranks."""
+        """Calls `action` on the first rank, as `samples` does, and ignores its result. Collective over: the engine's
+        ranks."""
         self.samples(lambda: (action(), ())[1], {})
 
     def wait(self, action: Callable[[Callable[[], None]], object], advance: Callable[[], None]) -> None:
-        """As `together`, for an `action` that takes long: whenever it calls what it is given, `advance` is called on
-        every rank. Collective over: the engine's ranks.
+        """Calls a long `action` on the first rank. Whenever it calls its argument, every rank calls `advance`.
+
+        Collective over: the engine's ranks.
         """
 
         def advance_all() -> None:
@@ -73,7 +75,7 @@ class EngineBroadcast:
             return None, error
 
     def _shared(self, samples: Sequence[Sample], error: Exception | None, known: Mapping[int, Sample]) -> list[Sample]:
-        """The first rank's `samples`, or its `error`, on every rank."""
+        """Returns the first rank's `samples` on every rank, or raises its `error` there."""
         if self.group is not None:
             kind = next((name for name, one in ERRORS.items() if isinstance(error, one)), None)
             kind, text, news = broadcast_json([kind, str(error), [_news(s, known[s.id]) for s in samples]], self.group)
@@ -86,42 +88,43 @@ class EngineBroadcast:
 
 
 def _news(sample: Sample, known: Sample) -> list[Any]:
-    """What a sample has beyond what is `known` of it, for JSON."""
+    """Returns the additions to `known` as JSON values."""
     new = slice(len(known.tokens), None)
     return [sample.id, sample.status, sample.tokens[new], sample.logprobs[new], sample.policy_versions[new]]
 
 
-# The experts that an SGLang server says it routed the tokens of a request to.
+# Expert routing, as an SGLang server reports it for the tokens of a request.
 
 _SENT_AS = np.dtype("<i4")
 
 
 @dataclass(frozen=True)
 class ServerRouting:
-    """How a server of a model writes routing down: base64 of [tokens, layers, top_k] int32, in which layers without
-    experts have a place too. Its last token is the one before the last that was drawn, which nothing has fed.
+    """The form in which a server reports routing: base64 of int32 [tokens, layers, top_k], with dense layers included.
+
+    The last token generated has no entry, because it was never fed to the model.
     """
 
     num_layers: int
     sparse_layers: tuple[int, ...]
-    """Those that have experts."""
+    """Numbers of the layers with experts."""
     num_experts: int
     shape: RoutingShape
 
     @classmethod
     def of(cls, architecture: Architecture) -> "ServerRouting":
-        """ValueError where the model has no experts."""
+        """Returns the form for a model. Raises ValueError if the model has no experts."""
         sparse = tuple(layer for layer, has_experts in enumerate(architecture.sparse_layers) if has_experts)
         return cls(architecture.num_layers, sparse, architecture.num_experts, RoutingShape.of(architecture))
 
     def not_recorded(self, num_tokens: int) -> np.ndarray:
-        """[tokens, layers with experts, top_k]."""
+        """Returns the marker of unknown routing, [tokens, layers with experts, top_k]."""
         return self.shape.unknown(num_tokens).numpy()
 
     def decoded(self, sent: str, num_tokens: int) -> np.ndarray:
-        """[tokens, layers with experts, top_k] as RecordedRouting has them.
+        """Returns routing as RecordedRouting has it, [tokens, layers with experts, top_k].
 
-        Raises EngineError for anything but the experts of `num_tokens` tokens.
+        Raises EngineError if `sent` does not hold valid experts of `num_tokens` tokens.
         """
         sizes = (num_tokens, self.num_layers, self.shape.top_k)
         try:
@@ -140,52 +143,54 @@ class ServerRouting:
             )
         if self.shape.top_k > 1 and (experts[..., 0] == experts[..., 1]).any():
             raise EngineError(
-                "SGLang returned the same expert twice for a token, as it does where the kernels that route do not "
-                "tell what they chose. Name others in rollout.sglang.args.moe_runner_backend (triton), or set "
-                "model.router_replay to recompute or off."
+                "SGLang returned the same expert twice for a token, because its routing kernels do not report their "
+                "choice. Set rollout.sglang.args.moe_runner_backend to triton, or model.router_replay to recompute or "
+                "off."
             )
         return experts.astype(self.not_recorded(0).dtype)
 
 
 @dataclass(frozen=True)
 class RequestedRouting:
-    """What requests that are sent together ask for: the routing of the tokens from `start` on."""
+    """A request for the routing of the tokens from `start` on, common to requests sent together."""
 
     server: ServerRouting
     start: int
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a /generate."""
+        """Fields of a /generate request."""
         return {"return_routed_experts": True, "routed_experts_start_len": self.start}
 
     def rows(self, sent: str | None, begin: int, end: int, num_fed: int) -> np.ndarray:
-        """[tokens, layers with experts, top_k] of the tokens from `begin` to `end`, of a request that has fed
-        `num_fed`. Nothing was recorded where nothing is `sent`."""
+        """Returns the routing of tokens `begin` to `end`, [tokens, layers with experts, top_k].
+
+        `num_fed` is the number of tokens that the request fed to the model. All entries are unknown if `sent` is None.
+        """
         if sent is None:
             return self.server.not_recorded(end - begin)
         return self.server.decoded(sent, max(0, num_fed - self.start))[begin - self.start : end - self.start]
 
 
-# One sample at the server: what is sent for it, what comes back, and what that makes of it.
+# One sample at the server: its request and its response.
 
 PROGRESS_TOKENS = 64
-"""The server tells after how many tokens how far a response has come."""
+"""Tokens between two progress events of a response."""
 
 
 @dataclass
 class InflightRequest(Drawing):
-    """A sample at the server, as it was sent. Its weights may change while it is drawn."""
+    """A sample as sent to the server. The weights may change while its tokens are generated."""
 
     routing: RequestedRouting | None = None
-    """None: it was not asked for."""
+    """The requested routing, or None."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """What the server says of it at its end."""
+    """The server's meta_info of the final event."""
 
     def take(self, event: Mapping[str, Any], version: int) -> None:
-        """Add what an event brings: the last tokens and log-probs of as many as `completion_tokens` says.
+        """Adds the tokens and log-probs of an event: the last ones of `completion_tokens`.
 
-        `version` is the server's now.
+        `version` is the server's current policy version.
         """
         meta = event["meta_info"]
         total = meta["completion_tokens"]
@@ -198,7 +203,7 @@ class InflightRequest(Drawing):
             self.meta, self.end = meta, meta["finish_reason"]["type"]
 
     def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
-        """As Drawing. Raises EngineError for an answer that makes no sense."""
+        """Returns the ended sample, as `Drawing.ended` does. Raises EngineError if the response is inconsistent."""
         if not len(self.tokens) == len(self.logprobs) == self.meta["completion_tokens"]:
             raise EngineError(
                 f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
@@ -210,9 +215,10 @@ class InflightRequest(Drawing):
         return super().ended(sampling, cut)
 
     def _drawn(self, count: int, status: Status) -> Sample:
-        """With the routing of what was fed for the first `count` tokens drawn here.
+        """Returns the sample with its first `count` new tokens and their routing.
 
-        Without an end none is recorded: of what another request feeds anew, perhaps by other weights, none is taken.
+        Without an end no routing is recorded. Another request would feed the same tokens again, perhaps with other
+        weights.
         """
         sent = self._routing_sent() if self.meta else None
         drawn = super()._drawn(count, status)
@@ -223,7 +229,8 @@ class InflightRequest(Drawing):
         return drawn.routed(self.routing.rows(sent, begin, end, num_fed))
 
     def _routing_sent(self) -> str | None:
-        """None where it was not asked for, and of a request that was aborted while nothing of it ran."""
+        """Returns the routing from the server. None if it was not requested, or if the request was aborted before it
+        ran."""
         sent: str | None = self.meta.get("routed_experts")
         if self.routing is not None and sent is None and self.meta["finish_reason"]["type"] != "abort":
             raise EngineError(
@@ -232,7 +239,7 @@ class InflightRequest(Drawing):
         return sent
 
     def _versions(self, count: int) -> list[int]:
-        """What is known before the end is of the version that it was sent to."""
+        """Returns the versions of the first `count` tokens. Before the end all are of the version at sending."""
         if not self.meta:
             return super()._versions(count)
         num_drawn = len(self.tokens)
@@ -244,7 +251,8 @@ class InflightRequest(Drawing):
         return versions[:count]
 
     def _status(self, sampling: SamplingParams) -> Status:
-        """Pending: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
+        """Returns the status. It is pending if the server ended the sample for another reason, such as a foreign
+        end-of-text token."""
         reason, num_before = self.meta["finish_reason"], len(self.sample.tokens)
         matched = reason.get("matched")
         if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
@@ -261,7 +269,7 @@ class InflightRequest(Drawing):
 
 
 def sampling_fields(sample: Sample, limit: int, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a sample whose response may have `limit` tokens."""
+    """Returns SGLang's `sampling_params` of a sample with at most `limit` response tokens."""
     fields: dict[str, Any] = {
         "temperature": 0.0 if sampling.is_greedy(sample) else sampling.temperature,
         "top_p": sampling.top_p,
@@ -284,8 +292,10 @@ def generate_body(
     seeded: bool,
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Of one /generate for `flights`, by the names that its events call them. All ask for the same of their routing.
-    `adapter` is the name of the server's adapters; None: it has none."""
+    """Returns the body of one /generate for all `flights`, by their names in events.
+
+    All of them request the same routing. `adapter` is the name of the server's adapters, or None.
+    """
     routing = next(iter(flights.values())).routing
     return {
         "rid": [*flights],
@@ -301,21 +311,21 @@ def generate_body(
     }
 
 
-# What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended.
+# The session of the engine's first rank: the queue, running requests, and finished samples.
 
 _STREAM_SAMPLES = 64
-"""Samples that share a stream: the server looks through all of them at every event."""
+"""Most samples of one stream. The server scans all of them at every event."""
 _ABORT_AGAIN_S = 0.25
-"""Requests that were on their way to the server's scheduler do not see an abort."""
+"""Time before an abort is repeated. Requests not yet at the server's scheduler miss an abort."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
 
 
 class ServerSession:
-    """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
+    """The samples of an engine at its server.
 
-    `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
-    among samples sent to the same weights. With `routing` samples come back with the experts that they visited; all
-    ask for the `adapter` of this name.
+    Sends no more samples than the server runs at once. So exactly the waiting samples get the newest weights. The
+    server shares keys and values only between samples of the same `begin_version`. With `routing` samples return with
+    the experts of each token. All requests use the adapters named `adapter`.
     """
 
     def __init__(
@@ -337,9 +347,9 @@ class ServerSession:
         self._queue: deque[Sample] = deque()
         self._flights: dict[str, InflightRequest] = {}
         self._done: list[Sample] = []
-        """Ended, and not taken yet."""
+        """Finished samples for the next step."""
         self._ended: dict[Sample, Sample] = {}
-        """What ended while it was suspended, by what was given back for it."""
+        """Samples that finished while they were suspended, by the shortened sample given back for each."""
         self._is_aborting = False
         self._divergence = DivergenceWatch()
         self._names = count()
@@ -347,12 +357,12 @@ class ServerSession:
         self._alive_s = time.monotonic()
 
     def begin_version(self, version: int) -> None:
-        """From now on the server has the weights of `version`."""
+        """Declares that the server has the weights of `version`."""
         self._version, self._epoch = version, self._epoch + 1
         self._alive_s = time.monotonic()
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """Queue `samples`. What ended while they were suspended is done at once."""
+        """Queues `samples`. Those that finished while they were suspended are done at once."""
         if sampling != self._sampling:
             self._sampling, self._cut = sampling, stop_cut(sampling.stop, tokenizer)
         for sample in samples:
@@ -362,9 +372,10 @@ class ServerSession:
                 self._queue.append(sample)
 
     def step(self, wait_s: float) -> list[Sample]:
-        """Fill free slots, and what has ended since the last step; waits for the first one for `wait_s` at most.
+        """Fills free slots and returns the samples finished since the last step. Waits up to `wait_s` for the first
+        one.
 
-        Raises EngineLost where the server is gone or has stopped drawing, EngineError where it refuses a request.
+        Raises EngineLost if the server is gone or produces nothing, and EngineError if it refuses a request.
         """
         self.send()
         deadline = time.monotonic() + wait_s
@@ -376,7 +387,7 @@ class ServerSession:
         return done
 
     def send(self) -> None:
-        """Send what there are free slots for."""
+        """Sends queued samples to free slots."""
         num_free = self._num_slots - len(self._flights)
         while num_free > 0 and self._queue:
             assert self._sampling is not None
@@ -396,14 +407,14 @@ class ServerSession:
             num_free -= len(samples)
 
     def receive(self) -> None:
-        """Take in all that has arrived."""
+        """Processes all events that have arrived."""
         while self._receive(0.0):
             pass
 
     def suspend(self) -> list[Sample]:
-        """Take everything back from the server: what is drawn of all that is unfinished.
+        """Aborts all requests and returns all unfinished samples with their tokens.
 
-        Raises as `step` does, and EngineLost where the server does not give a response back in time.
+        Raises as `step` does, and EngineLost if an aborted request does not end in time.
         """
         deadline = time.monotonic() + self._hang_timeout_s
         self._is_aborting = True
@@ -423,17 +434,17 @@ class ServerSession:
         return self.give_back()
 
     def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Those of the samples in flight, with what is known to be drawn of each."""
+        """Returns these samples with their known tokens if they are running."""
         return [flight.known() for flight in self._flights.values() if flight.sample.id in ids]
 
     def lose_server(self) -> None:
-        """The server is gone: what was in flight is queued again, with what is known to be drawn of it."""
+        """Queues the running samples again with their known tokens, after the server was lost."""
         flights, self._flights = self._flights, {}
         self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
 
     def give_back(self) -> list[Sample]:
-        """All that is queued or has ended and was not taken, with what is drawn of it; nothing is left."""
-        # Whoever gets back what has ended may go on with it elsewhere, so there has to be something left to draw.
+        """Returns all queued samples, and the finished ones without their last token. Empties both lists."""
+        # The caller may continue the sample on another engine, so one token must remain to be generated.
         shorter = {sample.first(len(sample.tokens) - 1): sample for sample in self._done}
         self._ended |= shorter
         given = [*self._queue, *shorter]
@@ -442,7 +453,7 @@ class ServerSession:
         return given
 
     def forget(self) -> None:
-        """Nothing is unfinished any more, here or at the server."""
+        """Drops all unfinished samples, here and at the server."""
         self._queue.clear()
         self._done.clear()
         flights, self._flights = self._flights, {}
@@ -455,13 +466,13 @@ class ServerSession:
         return InflightRequest(sample, limit, self._version, routing=routing)
 
     def _requested_routing(self, samples: Sequence[Sample]) -> RequestedRouting | None:
-        """From the first token whose routing one of them lacks: a stream has one start for all."""
+        """Returns the common request for routing, from the first token without routing in any of the samples."""
         if self._routing is None:
             return None
         return RequestedRouting(self._routing, min(len(sample.routing or ()) for sample in samples))
 
     def _receive(self, wait_s: float) -> bool:
-        """Take in one event of the server; False where none has come within `wait_s`."""
+        """Processes one event of the server. Returns False if none arrives within `wait_s`."""
         try:
             item = self._client.inbox.get(timeout=wait_s) if wait_s > 0 else self._client.inbox.get_nowait()
         except Empty:
@@ -498,5 +509,5 @@ class ServerSession:
         silent_s = time.monotonic() - max(self._client.last_event_s, self._alive_s)
         if self._flights and silent_s > self._hang_timeout_s:
             raise EngineLost(
-                f"the SGLang server has {len(self._flights)} requests and has drawn nothing for {silent_s:.0f} s"
+                f"the SGLang server has {len(self._flights)} requests and has sent no token for {silent_s:.0f} s"
             )

@@ -1,4 +1,4 @@
-"""The last hop of a weight sync: from this rank's staging memory into the server's parameters."""
+"""The last step of a weight sync: from this rank's staging memory into the server's parameters."""
 
 import base64
 import ctypes
@@ -27,24 +27,23 @@ from rltrain.runtime.group_messages import broadcast_json, gather_bytes
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.shared_memory import SharedMemory
 
-# Memory of this rank that the process of an SGLang server can map: weights lie here between reshard and engine.
+# Staging memory: weights between the reshard and the server. The server's process maps it.
 #
-# It comes from the operating system or the CUDA driver and not from torch's allocator, so that what the server is told
-# depends on no version of torch and on no setting of its allocator. It is gone with the last process that has it open,
-# however that ends.
+# The memory comes from the operating system or the CUDA driver, not from torch's allocator. So its handles do not
+# depend on torch's version or allocator settings. It is freed with the last process that has it open, even after a
+# crash.
 
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2
-"""One is filled while the engine reads the other."""
+"""One slot is filled while the server reads the other."""
 
 IPC_HANDLE_BYTES = 64
 DEVICE_PAGE_BYTES = 2**21
-"""The driver shares memory by pages of this size: a segment has its own, so that nothing else is shared with it."""
+"""The driver shares whole pages of this size. Each segment has its own pages, so nothing else is shared."""
 
 
 class HostSegment:
-    """Shared memory of the host, which another process of this node can map as `handle` says. `bytes` is all of it,
-    uint8."""
+    """Shared host memory. Another process of this node can map it by `handle`. `bytes` is all of it, uint8."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = SharedMemory.create()
@@ -58,7 +57,7 @@ class HostSegment:
 
 
 class DeviceSegment:
-    """As `HostSegment`, memory of the CUDA driver, exported by an inter-process handle."""
+    """Shared device memory of the CUDA driver, exported by an inter-process handle. See `HostSegment`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         num_bytes = -(-num_bytes // DEVICE_PAGE_BYTES) * DEVICE_PAGE_BYTES
@@ -97,19 +96,19 @@ class _CudaArray:
 
 
 def driver(function: str, *arguments: Any) -> None:
-    """Call a function of the CUDA driver; EngineError where it fails."""
+    """Calls a function of the CUDA driver. Raises EngineError if it fails."""
     status = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
     if status:
         raise EngineError(
-            f"{function} of the CUDA driver returned error {status} while staging memory for an SGLang engine was set "
-            "up; expected 0. Is the device out of memory (rollout.sglang.staging_mb), or does this container forbid "
-            "CUDA's inter-process memory?"
+            f"{function} of the CUDA driver returned error {status}, not 0, while staging memory for an SGLang engine "
+            "was set up. Lower rollout.sglang.staging_mb if the device is out of memory; the container must also "
+            "allow CUDA's inter-process memory"
         )
 
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter in a slot: from byte `offset`. `padded`: some of its elements are padding, in no piece."""
+    """A parameter in a slot, at byte `offset`. `padded` means that no piece covers some of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,7 +122,7 @@ class Field:
 
 
 def fields_of(layout: Layout, rank: int) -> tuple[Field, ...]:
-    """The parameters of `rank`, one after another."""
+    """Returns the parameters of `rank` one after another, each at a multiple of ALIGNMENT_BYTES."""
     share = layout.parts[layout.ranks.index(rank)]
     on = layout.part(share)
     covered = np.zeros(len(on.parameters), dtype=np.int64)
@@ -138,7 +137,8 @@ def fields_of(layout: Layout, rank: int) -> tuple[Field, ...]:
 
 
 class Staging:
-    """Two slots; part i of the weights passes through slot i % 2. `parts` are layouts of some parameters each."""
+    """Two slots of staging memory. Part i of the weights passes through slot i % 2. `parts` are layouts of some
+    parameters each."""
 
     def __init__(self, parts: Sequence[Layout], rank: int, device: torch.device) -> None:
         self.fields = tuple(fields_of(part, rank) for part in parts)
@@ -149,18 +149,20 @@ class Staging:
         ]
 
     def num_bytes(self, part: int) -> int:
+        """Returns the bytes of a part, including alignment between its parameters."""
         fields = self.fields[part]
         return fields[-1].offset + fields[-1].num_bytes if fields else 0
 
     def slot(self, part: int) -> int:
+        """Returns the number of the part's slot."""
         return part % len(self._slots)
 
     def bytes(self, part: int) -> Tensor:
-        """uint8 [num_bytes(part)]: the slot as far as the part fills it."""
+        """Returns the used bytes of the part's slot, uint8 [num_bytes(part)]."""
         return self._slots[self.slot(part)].bytes[: self.num_bytes(part)]
 
     def views(self, part: int) -> Mapping[str, Tensor]:
-        """The part's parameters, by name, in its slot."""
+        """Returns the part's parameters in its slot, by name."""
         memory = self.bytes(part)
         return {
             field.name: memory[field.offset : field.offset + field.num_bytes].view(field.dtype).view(field.shape)
@@ -168,14 +170,14 @@ class Staging:
         }
 
     def clear_padding(self, part: int) -> None:
-        """Zero every parameter of the part that pieces do not fill: the slot has other weights in these places."""
+        """Zeroes the parameters of the part with padding. The slot has other weights in these places."""
         memory = self.bytes(part)
         for field in self.fields[part]:
             if field.padded:
                 memory[field.offset : field.offset + field.num_bytes].zero_()
 
     def handle(self, part: int) -> dict[str, Any]:
-        """How the engine's process maps the part's slot: values that JSON has."""
+        """Returns the JSON description by which the server's process maps the part's slot."""
         return self._slots[self.slot(part)].handle
 
     def close(self) -> None:
@@ -184,15 +186,15 @@ class Staging:
         self._slots = []
 
 
-# Calls to a server that are made while this rank goes on with something else.
+# Calls to the server in the background.
 
 Call = Callable[[str, dict[str, Any] | None], dict[str, Any]]
-"""(path, body) -> the server's answer: a POST, without a body a GET. Blocks; raises EngineError, EngineLost or OSError
-where there is no answer or one that says it failed. Called from another thread, one call at a time."""
+"""A function (path, body) -> answer: a POST, or a GET if body is None. It blocks, and raises EngineError, EngineLost or
+OSError without an answer or for a failure. It is called from another thread, one call at a time."""
 
 
 class CallQueue:
-    """Makes calls one after another in a thread of its own. After one has failed the next ones fail as it did."""
+    """Makes calls one after another in its own thread. After a failed call all later calls fail with the same error."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -203,12 +205,13 @@ class CallQueue:
         JobThread(target=self._work, name="sglang-delivery", daemon=True).start()
 
     def send(self, path: str, body: dict[str, Any] | None) -> Future[dict[str, Any]]:
+        """Queues a call and returns a future for its answer."""
         self._last = Future()
         self._queue.put((path, body, self._last))
         return self._last
 
     def reset(self) -> None:
-        """Forget an earlier failure, after calls under way have ended."""
+        """Waits for running calls and forgets an earlier failure."""
         if self._last is not None:
             self._last.exception()
         self._failure = None
@@ -234,33 +237,33 @@ class CallQueue:
         return answer
 
 
-# What SGLang's /update_weights_from_tensor takes as a rank's named tensors: a pickle that holds a text and no data.
+# Payloads for SGLang's /update_weights_from_tensor: a pickle of a rank's named tensors, here with a text and no data.
 #
-# SGLang unpickles it with an allow-list that has torch.Tensor on it. The bytes are put together here, so that nothing
-# depends on how this or the server's torch pickles a tensor, and rltrain pickles nothing.
+# SGLang unpickles it with an allow-list that includes torch.Tensor. The bytes are written directly. So nothing depends
+# on the pickling of either side's torch, and rltrain pickles nothing.
 
 NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
-"""An empty dict, as /load_lora_adapter_from_tensors takes a rank's tensors by name: an adapter of zeros."""
+"""An empty dict as a rank's tensors for /load_lora_adapter_from_tensors: an adapter of zeros."""
 
-_BEFORE = b"\x80\x03](X"  # protocol 3; a list; a mark; a text whose length and bytes follow
+_BEFORE = b"\x80\x03](X"  # protocol 3; a list; a mark; the head of a text
 _AFTER = b"ctorch\nTensor\n)R\x86e."  # torch.Tensor(); both as a pair, appended to the list
 
 
 def payload(text: str) -> str:
-    """[(text, an empty tensor)] as SGLang's HTTP server takes it."""
+    """Returns [(text, an empty tensor)] in the form of SGLang's HTTP server."""
     data = text.encode()
     return base64.b64encode(_BEFORE + len(data).to_bytes(4, "little") + data + _AFTER).decode()
 
 
-# A copy on the host of weights that passed through staging memory, for a server that is started anew.
+# A host copy of the delivered weights, for a restarted server.
 
 
 class HostCopy:
-    """All parts of one rank; pinned beside CUDA.
+    """A host copy of all parts of one rank, in pinned memory with CUDA.
 
-    Ranks of a node that are the same share of several engines have one copy, `shared`, which the first of them writes;
-    None: a copy of this rank's own. Of two updates the second one's parts come to any rank only when all ranks have
-    joined it, so that nobody reads any more what it overwrites.
+    Ranks of a node with the same share of several engines have one copy, `shared`. The first of them writes it. None
+    makes a copy for this rank alone. Parts of the next update reach a rank only after all ranks have joined the update,
+    so no rank reads the overwritten copy.
     """
 
     def __init__(self, staging: Staging, num_parts: int, device: torch.device, shared: NodeCopy | None = None) -> None:
@@ -269,15 +272,15 @@ class HostCopy:
         like = {str(part): torch.empty(size, dtype=torch.uint8, device="meta") for part, size in enumerate(sizes)}
         self._host = shared.tensors(like, lambda host: None) if shared else HostTensors(like, device)
         self._num_updates = 0
-        """Whose last part has arrived: the same on all ranks that share the copy."""
+        """Number of completed updates, equal on all ranks that share the copy."""
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that this rank has for it, and no other."""
+        """Bytes of the copy in this rank's own memory. 0 if another rank has it."""
         return sum(tensor.nbytes for tensor in self._host.tensors.values()) if self._host.is_own else 0
 
     def store(self, part: int) -> None:
-        """After each part of an update. Returns when it is copied, where this rank makes the copy."""
+        """Copies a part of an update, if this rank makes the copy. Must be called after each part."""
         if self._host.is_own:
             staged = self._staging.bytes(part)
             self._host.tensors[str(part)].copy_(staged, non_blocking=True)
@@ -285,33 +288,34 @@ class HostCopy:
                 torch.cuda.synchronize(staged.device)
 
     def complete(self) -> None:
-        """After the last part of an update: the copy has all of it, as far as this rank makes one."""
+        """Marks the update as complete. Must be called after the last part."""
         self._num_updates += 1
         if self._shared and self._shared.is_first:
             self._shared.renewed(self._num_updates)
 
     def await_update(self) -> None:
-        """Before `restore`: until whoever keeps the copy has all of the last update that is complete here."""
+        """Waits until the rank with the copy has all of the last complete update. Must be called before `restore`."""
         if self._shared and not self._host.is_own:
             self._shared.await_renewed(self._num_updates)
 
     def restore(self, part: int) -> None:
-        """Into the part's slot of staging memory."""
+        """Copies a part into its slot of staging memory."""
         self._staging.bytes(part).copy_(self._host.tensors[str(part)], non_blocking=True)
 
 
-# The last hop of a weight sync: from this rank's staging memory into the parameters of the server's process.
+# Delivery: from this rank's staging memory into the parameters of the server's process.
 
 LOADER = "rltrain_weight_loader.load"
-"""For the server's --custom-weight-loader: server/rltrain_weight_loader.py on its PYTHONPATH."""
+"""Value of --custom-weight-loader: in_sglang/rltrain_weight_loader.py on the server's PYTHONPATH."""
 
 TARGET = {"selector": "target"}
-"""Weights of a draft model are not ours."""
+"""Selects the model itself. rltrain does not sync draft models."""
 
 
 @dataclass
 class _Flight:
-    """A message that the engine's ranks are about to answer, each into `file`. `answer`: on the engine's first rank."""
+    """A message under way to the server's ranks. Each rank replies into its `file`. Only the engine's first rank has
+    `answer`."""
 
     id: str
     file: int
@@ -321,16 +325,18 @@ class _Flight:
 class Delivery:
     """This rank's share of an engine's weights on their way into the server.
 
-    `parts` are the engine's layout as `reshard.parts.split` gives it: they pass one after another through two slots of
-    staging memory, so that the engine copies one part while the next arrives. `group` holds the engine's ranks (gloo),
-    in the order of the server's tensor-parallel ranks; None: this rank alone. `call` reaches the server and is given
-    on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory; `shared` says with
-    which ranks of the node, whose engines have the same updates. `role` is the config section of the engine.
+    - `parts` divide the engine's layout, as rollout.layout.engine_parts does. They pass one after another through two
+      slots of staging memory, so the server copies one part while the next arrives.
+    - `group` holds the engine's ranks (gloo) in the order of the server's tensor-parallel ranks. None: this rank alone.
+    - `call` reaches the server. Only the engine's first rank has it.
+    - `keep` keeps a copy of the delivered weights in host memory.
+    - `shared` names the ranks of the node that share this copy, because their engines have the same updates.
+    - `role` is the config section of the engine, for messages.
 
-    A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A sync of what changed has
-    the server write the present parameters into the slots first, while other parts are on their way; there is no
-    other memory of them beside the server's own. A server that is lost on the way holds up nobody: the remaining parts
-    are still taken and kept, and `finish` raises EngineLost on all ranks.
+    A sync is `begin`, then `tensors` and `arrived` for every part in order, then `finish`. In a sync of changes the
+    server first writes its current parameters into the slots, while other parts are under way. Only the server has
+    them. If a server is lost during a sync, the remaining parts are still accepted and kept. `finish` then raises
+    EngineLost on all ranks.
 
     Methods are collective over: the engine's ranks.
     """
@@ -348,7 +354,7 @@ class Delivery:
         role: str = "rollout",
     ) -> None:
         self.version: int | None = None
-        """Of the weights that the server has, as it says itself; None while they are not complete."""
+        """Version of the server's weights, as the server reports it. None while they are incomplete."""
         self.num_parts = len(parts)
         self._device, self._group, self._role = device, group, role
         self._staging = Staging(parts, rank, device)
@@ -356,30 +362,30 @@ class Delivery:
         self._arrived_version: int | None = None
         self._courier = CallQueue(call) if call else None
         self._replies = [_reply_file() for _ in range(2 * NUM_SLOTS)]
-        """Of what fills the server from each slot, then of what fills each slot from the server."""
+        """Reply files of loads from each slot, then of reads into each slot."""
         self._flights: dict[int, _Flight] = {}
-        """By slot."""
+        """Loads under way, by slot."""
         self._reads: dict[int, _Flight] = {}
-        """By the part that the server writes into its slot."""
+        """Reads under way, by part."""
         self._lost = self._refused = False
-        """Equal on all ranks. Nothing more is sent to a server once it is lost, or has refused something."""
+        """Equal on all ranks. Nothing more is sent to a server after it is lost or has refused a message."""
         self._failure = ""
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's share of the weights."""
+        """Bytes of this rank's share of the weights."""
         return sum(self._staging.num_bytes(part) for part in range(self.num_parts))
 
     @property
     def kept_bytes(self) -> int:
-        """Of the copy on the host, where it is this rank's."""
+        """Bytes of this rank's own host copy."""
         return self._kept.num_bytes if self._kept else 0
 
     def check_layout(self) -> None:
-        """After every start of the server: whether its parameters are those that `parts` describe.
+        """Checks that the server's parameters are those of `parts`. Must be called after every start of the server.
 
-        Raises EngineError naming the first that differs, and where the server stores weights in another way than it
-        takes them; EngineLost where it does not answer.
+        Raises EngineError with the first difference, or if the server stores weights in another form than it takes
+        them. Raises EngineLost if the server does not answer.
         """
         self.begin()
         flight = self._send({"op": "describe"})
@@ -390,14 +396,14 @@ class Delivery:
         self._raise_if_failed()
         if refusal:
             raise EngineError(
-                f"the SGLang server does not hold its weights as rltrain would write them: {refusal}. Change "
+                f"the SGLang server does not store its weights in the form that rltrain writes: {refusal}. Change "
                 f"{self._role}.sglang.args, or use {self._role}.engine=embedded"
             )
         self._request("/end_weight_update", {})
         self._raise_if_failed()
 
     def begin(self) -> None:
-        """Open an update. The server has no complete weights until `finish` returns."""
+        """Opens an update. The server's weights are incomplete until `finish` returns."""
         self.version = None
         self._flights, self._reads, self._lost, self._refused, self._failure = {}, {}, False, False, ""
         if self._courier:
@@ -405,8 +411,11 @@ class Delivery:
             self._courier.send("/begin_weight_update", TARGET)
 
     def tensors(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """Where to write the part's parameters, by name; padding is zero. Waits until the engine has read what was
-        there before. Where `is_kept` the parameters are there as the last sync left them."""
+        """Returns the tensors to write the part's parameters to, by name, with zero padding.
+
+        Waits until the server has read the slot's earlier contents. With `is_kept` the tensors hold the parameters of
+        the last sync.
+        """
         if is_kept:
             self._fill(part)
         else:
@@ -417,9 +426,9 @@ class Delivery:
         return self._staging.views(part)
 
     def arrived(self, part: int, verify: bool = False) -> None:
-        """`tensors(part)` are written: hand them to the engine, which copies them while this rank goes on.
+        """Marks `tensors(part)` as written. The server copies them in the background.
 
-        `verify`: the engine compares checksums of its parameters, once written, with those of what was staged.
+        With `verify` the server compares checksums of its written parameters with those of the staged ones.
         """
         self._synchronize()
         if self._kept:
@@ -427,10 +436,10 @@ class Delivery:
         self._load(part, verify)
 
     def finish(self, version: int) -> None:
-        """All parts have arrived. Returns when the server serves them as `version`, which is read back from it.
+        """Completes the update after its last part. Returns once the server reports that it serves `version`.
 
-        Raises EngineLost where any of this, or of what came before, failed on any rank. The parts are kept then, if any
-        are: `redeliver` gives them to a server that was started anew.
+        Raises EngineLost if a step of the sync failed on any rank. Kept parts can then be delivered to a restarted
+        server with `redeliver`.
         """
         self._arrived_version = version
         if self._kept:
@@ -446,12 +455,13 @@ class Delivery:
         self._request("/end_weight_update", {})
         served = self._request("/model_info", None).get("weight_version")
         if not self._failure and served != str(version):
-            self._failure = f"it says that its weights are of version {served}; expected {version}"
+            self._failure = f"it reports weights of version {served}; expected {version}"
         self._raise_if_failed()
         self.version = version
 
     def redeliver(self, verify: bool = False) -> None:
-        """Give the kept weights to a server that was started anew; `version` is as before. Nothing where none arrived.
+        """Delivers the kept weights to a restarted server. `version` stays the same. Does nothing before the first
+        update.
 
         Raises EngineError without a copy, and EngineLost as `finish` does.
         """
@@ -459,7 +469,7 @@ class Delivery:
             return
         if self._kept is None:
             raise EngineError(
-                "an SGLang server was started anew and needs its weights, but no copy of them was kept; expected "
+                "an SGLang server was restarted and needs its weights, but no copy of them was kept; expected "
                 f"{self._role}.sglang.keep_weights=true"
             )
         self._kept.await_update()
@@ -472,7 +482,7 @@ class Delivery:
         self._finish(self._arrived_version)
 
     def close(self) -> None:
-        """Give staging memory back. The server must be gone, or at least in no update."""
+        """Frees staging memory. The server must be gone, or outside of an update."""
         if self._courier:
             self._courier.close()
         self._staging.close()
@@ -484,7 +494,8 @@ class Delivery:
         self._flights[slot] = self._send(self._message("load", part, verify), slot)
 
     def _fill(self, part: int) -> None:
-        """The part's slot with what the server has, or had where it is lost. The next part's follows meanwhile."""
+        """Fills the part's slot with the server's current weights, or with the kept ones if the server is lost. Starts
+        the read of the next part."""
         for number in (part, part + 1):
             if number < self.num_parts and number not in self._reads:
                 file = NUM_SLOTS + self._staging.slot(number)
@@ -496,7 +507,7 @@ class Delivery:
             self._kept.restore(part)
 
     def _end_reads(self) -> None:
-        """Wait for what the server still writes into slots, of an update that began anew."""
+        """Waits for reads of an update that was begun again."""
         for flight in () if self._lost else self._reads.values():
             self._wait(flight.answer)
         self._reads.clear()
@@ -506,7 +517,7 @@ class Delivery:
             self._landed(flight)
 
     def _message(self, operation: str, part: int, verify: bool = False) -> dict[str, Any]:
-        """Of the part's parameters in its slot; `verify`: with their checksums."""
+        """Returns a message about the part's parameters in its slot. `verify` adds their checksums."""
         views = self._staging.views(part) if verify else {}
         fields = [
             (
@@ -521,7 +532,8 @@ class Delivery:
         return {"op": operation, "memory": self._staging.handle(part), "fields": fields}
 
     def _send(self, message: dict[str, Any], file: int = 0, **settings: str) -> _Flight:
-        """Each rank's message to its rank of the server, all in one request. One at a time per reply `file`."""
+        """Sends each rank's message to its rank of the server, all in one request. A reply `file` takes one message at
+        a time."""
         number, file = secrets.token_hex(8), self._replies[file]
         if self._lost:
             return _Flight(number, file, None)
@@ -538,7 +550,7 @@ class Delivery:
         return _Flight(number, file, answer)
 
     def _landed(self, flight: _Flight) -> dict[str, Any]:
-        """This rank's reply, once the server has answered; {} where it has not or says that it failed."""
+        """Waits for the message and returns this rank's reply. Empty if the server has not answered, or has failed."""
         if self._lost:
             return {}
         self._wait(flight.answer)
@@ -551,14 +563,15 @@ class Delivery:
         return reply
 
     def _request(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """The server's answer on all ranks; {} where it is lost."""
+        """Returns the server's answer on all ranks. Empty if the server is lost."""
         if self._lost:
             return {}
         answer = self._courier.send(path, body) if self._courier else None
         return self._wait(answer)
 
     def _wait(self, answer: Future[dict[str, Any]] | None) -> dict[str, Any]:
-        """The answer that the engine's first rank waits for, on all ranks; notes there where it does not come."""
+        """Waits for the answer on the first rank and returns it on all ranks. Records a failure there if it does not
+        come."""
         result: dict[str, Any] = {}
         if answer is not None:
             try:
@@ -574,11 +587,11 @@ class Delivery:
         return answered
 
     def _first(self, text: str) -> str:
-        """The first rank's text that is not empty, on all ranks."""
+        """Returns the first nonempty text among the ranks, on all ranks."""
         return next((other.decode() for other in gather_bytes(text.encode(), self._group) if other), "")
 
     def _settle(self) -> None:
-        """Have all ranks know of a failure on any."""
+        """Shares a failure of any rank with all ranks."""
         self._failure = self._first(self._failure)
         self._lost = self._lost or bool(self._failure)
 
@@ -600,7 +613,7 @@ class Delivery:
 
 
 def _reply_file() -> int:
-    """A file without a name, which the server's process opens through this one's open files."""
+    """Returns a file without a name. The server's process opens it through /proc."""
     file = os.memfd_create("rltrain-reply")
     os.fchmod(file, 0o600)
     return file
@@ -610,12 +623,12 @@ def _reply(flight: _Flight) -> dict[str, Any]:
     text = os.pread(flight.file, os.fstat(flight.file).st_size, 0)
     reply: dict[str, Any] = json.loads(text) if text else {}
     if reply.pop("id", None) != flight.id:
-        return {"error": "a rank of the server answered without having run rltrain's weight loader; see its log"}
+        return {"error": "a rank of the server answered without running rltrain's weight loader; see its log"}
     return reply
 
 
 def _difference(expected: Mapping[str, tuple[str, list[int]]], reply: Mapping[str, Any], device: str) -> str:
-    """What is first wrong with the parameters that a rank of the server described; empty where nothing is."""
+    """Returns the first difference between `expected` and a rank's described parameters, or ""."""
     live = {name: (dtype, shape, stride, place) for name, dtype, shape, stride, place in reply["parameters"]}
     if reply["refusals"]:
         return str(reply["refusals"][0])
@@ -642,18 +655,17 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides[: len(shape)]
 
 
-# Low-rank adapters that a server keeps beside its weights: one set, under one name, which every request asks for.
+# Low-rank adapters in a server: one set under one name, used by every request.
 #
-# SGLang is given them once, all zeros. From then on weight syncs write them where SGLang has them, as they write
-# weights,
-# so that responses under way go on with new ones; another set would hold from the next request on.
+# SGLang loads them once, as zeros. Weight syncs then write them in place, as they write weights. So running responses
+# continue with new ones. A newly loaded set would apply only from the next request.
 
 ADAPTER = "rltrain"
-"""What requests call them by."""
+"""Name of the adapters in requests."""
 
 
 def first_load(adapter: AdapterSpec, num_ranks: int) -> tuple[str, dict[str, Any]]:
-    """The call by which a server of so many ranks gets them, after its start."""
+    """Returns the call that loads the adapters into a server with `num_ranks` ranks, after its start."""
     config = {
         "peft_type": "LORA",
         "r": adapter.rank,

@@ -1,10 +1,10 @@
-"""Server arguments by name, as the installed SGLang defines them. Run as a program, it checks some of them:
+"""Server arguments by name, as the installed SGLang defines them. As a program it checks some of them:
 
     python rltrain_arguments.py '{"attention_backend": "fa3"}'
 
-prints one JSON object: `missing`, why SGLang cannot be imported; or its `version`, the `names` that it knows, the
-`fields` of ServerArgs that the given names set, and in `problem` what is wrong with a given value. Imports only the
-standard library and SGLang.
+It prints one JSON object. `missing` is the reason if SGLang cannot be imported. Otherwise `version` is SGLang's,
+`names` lists its arguments, `fields` maps the given names to fields of ServerArgs, and `problem` describes a wrong
+value. Imports only the standard library and SGLang.
 """
 
 import argparse
@@ -17,15 +17,18 @@ from typing import Any, NoReturn
 
 
 class Refused(Exception):  # noqa: N818 - becomes a line of text
-    """An argument that SGLang does not take, with the reason."""
+    """SGLang does not accept an argument. The message has the reason."""
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that raises Refused for wrong arguments and does not end the program."""
+
     def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
 
 def make_parser() -> Parser:
+    """Returns a parser with all arguments of SGLang's server."""
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser(prog="sglang")
@@ -34,7 +37,7 @@ def make_parser() -> Parser:
 
 
 def actions_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Every long option, with underscores for hyphens, and every field of ServerArgs that an option sets."""
+    """Returns all long options, with underscores for hyphens, and all fields of ServerArgs that an option sets."""
     found: dict[str, argparse.Action] = {}
     for action in parser._actions:
         if action.dest not in ("help", "config"):
@@ -46,7 +49,7 @@ def actions_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Actio
 
 
 def command_line(parser: argparse.ArgumentParser, *layers: Mapping[str, Any]) -> list[str]:
-    """The options that set all of `layers`, of which later ones win. Raises Refused."""
+    """Returns command-line options for all `layers`. Later layers win. Raises Refused for an unknown name."""
     actions = actions_by_name(parser)
     chosen: dict[str, tuple[argparse.Action, str, Any]] = {}
     for layer in layers:
@@ -69,7 +72,7 @@ def _options(action: argparse.Action, name: str, value: Any) -> list[str]:
             return [flag]
         off = [option for option in action.option_strings if option.startswith("--no-")]
         if action.default and not off:
-            raise Refused(f"argument {name}: SGLang has it on and no way to switch it off")
+            raise Refused(f"argument {name}: SGLang cannot switch it off")
         return off[:1]
     if action.nargs in ("*", "+"):
         return [flag, *map(_text, value if isinstance(value, list) else [value])]
@@ -81,6 +84,7 @@ def _text(value: Any) -> str:
 
 
 def check(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON object described at the top, for the given arguments."""
     try:
         import sglang.version
 
@@ -98,7 +102,7 @@ def check(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    gc.disable()  # imports leave no garbage, and then this ends
+    gc.disable()  # imports leave no garbage, and the program ends soon
     with contextlib.redirect_stdout(sys.stderr):  # imports may print
         reply = check(json.loads(sys.argv[1]))
     print(json.dumps(reply))

@@ -1,9 +1,9 @@
-"""Folders that hold what changed of a checkpoint since a version before it, as servers read them.
+"""Delta folders: the changes of a checkpoint since an earlier version, as servers read them.
 
-A folder has a manifest, MANIFEST: which version it makes of which, and the bytes and checksum of each of its files. A
-file is in the safetensors format; it has three arrays of every tensor of which anything changed, encoded as
-csrc/reshard_delta.h says, and in its metadata the tensor's type, shape and checksum once they are applied.
-rltrain/rollout/servers/disk_weights.py writes them. Needs torch alone: the Python of an engine need not have rltrain.
+The manifest, MANIFEST, names the base version and the new version, with the size and checksum of each file. A file is
+in the safetensors format. It has three arrays for every changed tensor, encoded as in csrc/reshard_delta.h. Its
+metadata has the tensors' dtype and shape, and their checksum after the change. rltrain/rollout/servers/disk_weights.py
+writes the files. Needs only torch, because an engine's Python may lack rltrain.
 """
 
 import json
@@ -17,34 +17,34 @@ import torch
 from torch import Tensor
 
 FORMAT, FORMAT_KEY = 1, "rltrain_delta_format"
-"""And under which name a server tells that it takes it."""
+"""The format number, and its key in the status of a server that accepts deltas."""
 MANIFEST = "rltrain_delta.json"
 VERSION_FILE = "rltrain_version.json"
-"""Of a whole checkpoint that deltas are made of: the version that it is."""
+"""File with the version of a whole checkpoint, in a folder that deltas follow."""
 METADATA = "rltrain"
-"""Key of a file's metadata, with what its tensors are."""
+"""Key of the tensors' description in a file's metadata."""
 LENGTHS, PLACES, VALUES = ".lengths", ".places", ".values"
-"""What the names of a tensor's arrays end with."""
+"""Suffixes of the names of a tensor's arrays."""
 BLOCK, WHOLE = 256, 255
-"""RS_DELTA_BLOCK and RS_DELTA_WHOLE."""
+"""RS_DELTA_BLOCK and RS_DELTA_WHOLE of csrc/reshard_delta.h."""
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 _LENGTH_BYTES = 8
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OverflowError)
-"""Raised by reading what nobody wrote so."""
+"""Errors from reading malformed data."""
 
 
 Listed = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Tensors' types and shapes, by name."""
+"""Dtypes and shapes of tensors, by name."""
 
 
-class DeltaRefused(Exception):  # noqa: N818 - what is told to whoever asked
-    """It is damaged, or not of the version that it should change: nothing was changed by it."""
+class DeltaRefused(Exception):  # noqa: N818 - names what happened
+    """The delta is damaged or does not follow the served version. Nothing was changed."""
 
 
 class Described(NamedTuple):
-    """A tensor that is changed, and the checksum of all of it then."""
+    """A changed tensor, with the checksum of all of it after the change."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Described(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A `Described` tensor, with what the elements of these numbers are then."""
+    """A changed tensor with its new values. `elements` are their positions in the flat tensor."""
 
     name: str
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Changed(NamedTuple):
 
 
 class Delta:
-    """That in `folder`. All of its methods raise DeltaRefused where it is damaged."""
+    """The delta in `folder`. All methods raise DeltaRefused if it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,14 +76,16 @@ class Delta:
         self._files: Mapping[str, tuple[int, int]] = manifest["files"]
 
     def check(self, held: str | None) -> dict[str, Described]:
-        """Its tensors, by name. DeltaRefused where it is not of version `held` either, or any byte is
-        not what was written."""
+        """Reads and checks every file. Returns the changed tensors by name.
+
+        Raises DeltaRefused if the delta does not follow version `held`, or if a byte differs from those written.
+        """
         if held != self.base:
             raise DeltaRefused(f"{self.folder} changes version {self.base}; expected {held}, which is served")
         return {name: tensor for file in self._files for name, tensor in self._opened(file)[1].items()}
 
     def tensors(self) -> Iterator[Changed]:
-        """What changed, one tensor after another: a file is held at a time."""
+        """Yields the changed tensors one after another. Only one file is in memory at a time."""
         for file in self._files:
             header, described, data = self._opened(file)
             for name, tensor in described.items():
@@ -94,7 +96,7 @@ class Delta:
                 yield changed
 
     def _opened(self, file: str) -> tuple[dict[str, Any], dict[str, Described], bytearray]:
-        """A file's header, its tensors by name, and its bytes."""
+        """Returns a file's header, its tensors by name, and its bytes."""
         data = self._read(file)
         try:
             header = _header_of(data)
@@ -127,18 +129,18 @@ def is_delta(folder: Path) -> bool:
 
 
 def manifest_text(base: str, version: str, files: Mapping[str, tuple[int, int]]) -> str:
-    """Of a folder with these files: bytes and CRC-32 of each."""
+    """Returns the manifest of a folder. `files` has the size in bytes and CRC-32 of each file."""
     content = {"format": FORMAT, "base": base, "version": version, "files": {name: [*of] for name, of in files.items()}}
     return json.dumps({"crc32": _crc32_of(content), "delta": content}, indent=1) + "\n"
 
 
 def version_text(version: str) -> str:
-    """Of VERSION_FILE."""
+    """Returns the contents of VERSION_FILE."""
     return json.dumps({"version": version}) + "\n"
 
 
 def version_of(folder: Path) -> str | None:
-    """That of a whole checkpoint; None where none is told."""
+    """Returns the version of a whole checkpoint, or None if it has none."""
     try:
         return str(json.loads((folder / VERSION_FILE).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,7 +148,7 @@ def version_of(folder: Path) -> str | None:
 
 
 def listed(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors of a whole checkpoint."""
+    """Returns the tensors of a whole checkpoint."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -163,7 +165,7 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
         told = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = told["delta"]
         if _crc32_of(content) != told["crc32"]:
-            raise DeltaRefused(f"{path} is damaged: it is not what was written")
+            raise DeltaRefused(f"{path} is damaged: its CRC-32 is wrong")
     except OSError as error:
         raise DeltaRefused(f"{path} cannot be read: {error.strerror}") from None
     except _MALFORMED as problem:
@@ -171,7 +173,7 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
     if any(Path(name).name != name for name in content["files"]):
         raise DeltaRefused(f"{path} names files outside of its folder")
     if content["format"] != FORMAT:
-        raise DeltaRefused(f"{path} has format {content['format']}; expected {FORMAT}, that of this rltrain")
+        raise DeltaRefused(f"{path} has format {content['format']}; expected {FORMAT}, the format of this rltrain")
     return content
 
 
@@ -180,7 +182,7 @@ def _crc32_of(content: Any) -> int:
 
 
 def _header_of(data: bytearray) -> dict[str, Any]:
-    """Of the safetensors file that `data` is, with the place of its first byte of tensors under ""."""
+    """Returns the header of a safetensors file. The offset of its first tensor byte is under ""."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     header: dict[str, Any] = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
     return {**header, "": _LENGTH_BYTES + length}
@@ -199,14 +201,18 @@ def _array(name: str, header: Mapping[str, Any], data: bytearray) -> Tensor:
     dtype, (begin, end) = _STORED[told["dtype"]], told["data_offsets"]
     count = math.prod(told["shape"])
     if not 0 <= begin <= end <= len(data) - header[""] or end - begin != count * dtype.itemsize:
-        raise ValueError(f"{name} lies at bytes {begin} to {end}")
+        raise ValueError(f"{name} is at bytes {begin} to {end}")
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=header[""] + begin)
 
 
 def elements_of(lengths: Tensor, places: Tensor, count: int) -> Tensor:
-    """[values] int64, ascending: which of `count` elements they are of. ValueError where the arrays do not fit."""
+    """Returns the positions of a tensor's changed elements, int64 [values], ascending. `count` is the number of
+    elements.
+
+    Raises ValueError if the arrays do not fit.
+    """
     if len(lengths) != -(-count // BLOCK):
         raise ValueError(f"{len(lengths)} blocks of {count} elements")
     whole = lengths == WHOLE
@@ -214,12 +220,12 @@ def elements_of(lengths: Tensor, places: Tensor, count: int) -> Tensor:
         return torch.arange(count)
     changed = lengths.to(torch.int64).masked_fill(whole, 0)
     if int(changed.sum()) != len(places):
-        raise ValueError(f"{len(places)} places, where {int(changed.sum())} are told of")
+        raise ValueError(f"{len(places)} places; expected {int(changed.sum())}")
     number = torch.arange(len(lengths))
     sparse = number.repeat_interleave(changed)
     some = sparse * BLOCK + places
     if bool((some >= count).any()):
-        raise ValueError("a place behind the last element")
+        raise ValueError("a place after the last element")
     first = _starts(torch.where(whole, BLOCK, changed))
     within = torch.arange(len(places)) - _starts(changed)[sparse]
     found = torch.empty(len(places) + BLOCK * int(whole.sum()), dtype=torch.int64)

@@ -1,7 +1,6 @@
-"""Some elements of a checkpoint's tensors, to be loaded as all of them would be: a model's own loader cuts, fuses and
-copies them to where they go, and what has not changed stays there as it is.
+"""Partial updates through a model's own weight loader. The loader cuts, fuses and copies only the changed elements.
 
-Needs torch alone: the Python of an engine need not have rltrain.
+Needs only torch, because an engine's Python may lack rltrain.
 """
 
 import math
@@ -24,26 +23,26 @@ CUTS = frozenset(
         *("contiguous", "clone", "detach"),
     )
 )
-"""Of which one made of values and marks alike says which values are marked."""
+"""Operations that move values and marks alike. The result's marks belong to the result's values."""
 MOVES = frozenset(("to", "cpu", "cuda", "type", "float", "half", "bfloat16"))
-"""Of values, to another device or type."""
+"""Operations that convert values to another device or dtype."""
 ASKS = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__", "get_device"),
         *("is_contiguous", "stride", "storage_offset", "untyped_storage", "is_floating_point", "is_complex"),
     )
 )
-"""What is asked of a tensor and changes nothing."""
+"""Operations that only read properties of a tensor."""
 MOST_JOINED = 127
-"""Tensors that marks can tell apart."""
+"""Most tensors that marks can distinguish."""
 
 
-class CannotLoad(Exception):  # noqa: N818 - what is told to whoever asked
-    """A model's loader does what keeps no track of single elements."""
+class CannotLoad(Exception):  # noqa: N818 - names what happened
+    """A model's loader uses an operation that loses track of single elements."""
 
 
 class Count:
-    """Of a tensor's marked elements that loaders have copied."""
+    """The number of a tensor's marked elements copied by loaders. Thread-safe."""
 
     def __init__(self) -> None:
         self.copied = 0
@@ -55,10 +54,10 @@ class Count:
 
 
 class Overlay(torch.Tensor):
-    """Values of which those count whose `marks`, int8, are not 0: `copy_` of it changes nothing else. A mark n is of
-    the tensor whose count is number n - 1 of `counts`; where there are none, nothing is marked.
+    """A tensor of which only the elements with nonzero `marks` (int8) count. `copy_` from it changes nothing else.
 
-    CannotLoad where anything is done with it that would lose the marks.
+    A mark n belongs to the tensor with the count `counts[n - 1]`. Nothing is marked if `counts` is empty. Raises
+    CannotLoad for operations that would lose the marks.
     """
 
     marks: Tensor
@@ -66,12 +65,14 @@ class Overlay(torch.Tensor):
 
     @classmethod
     def of(cls, values: Tensor, marks: Tensor, counts: tuple[Count, ...]) -> Self:
+        """Returns an overlay of `values`. `marks` must have their shape."""
         made = values.as_subclass(cls)
         made.marks, made.counts = marks, counts
         return made
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -87,7 +88,7 @@ class Overlay(torch.Tensor):
                 return _joined(*args, **named)
             of, others = args[0], args[1:]
             if not isinstance(of, Overlay) or any(isinstance(one, Overlay) for one in (*others, *named.values())):
-                raise CannotLoad(f"{name} of a tensor of which some elements are known")
+                raise CannotLoad(f"{name} of a tensor with only some known elements")
             return _done(func, name, of, others, named)
 
 
@@ -105,18 +106,18 @@ def _done(func: Callable[..., Any], name: str, of: Overlay, others: Sequence[Any
         return found
     if name in ASKS or name == "__get__":
         return found
-    raise CannotLoad(f"{name} of a tensor of which some elements are known")
+    raise CannotLoad(f"{name} of a tensor with only some known elements")
 
 
 def _cut(of: Overlay, name: str, values: Tensor, marks: Tensor) -> Overlay:
     if values.dtype != of.values.dtype or values.shape != marks.shape:
-        raise CannotLoad(f"{name} of a tensor of which some elements are known, as another type")
+        raise CannotLoad(f"{name} to another type, of a tensor with only some known elements")
     return Overlay.of(values, marks, of.counts)
 
 
 def _joined(tensors: Sequence[Tensor], *args: Any, **named: Any) -> Overlay:
-    """With tensors that are none of a checkpoint, such as zeros to fill up, which are where they belong since all was
-    loaded."""
+    """Concatenates overlays and plain tensors, such as zeros for padding. Plain tensors are not marked, because they do
+    not change after the first load."""
     values, marks, counts = [], [], tuple[Count, ...]()
     for tensor in tensors:
         if not isinstance(tensor, Overlay):
@@ -127,7 +128,7 @@ def _joined(tensors: Sequence[Tensor], *args: Any, **named: Any) -> Overlay:
         marks.append(torch.where(tensor.marks > 0, tensor.marks + len(counts), 0).to(torch.int8))
         counts += tensor.counts
     if len(counts) > MOST_JOINED:
-        raise CannotLoad(f"cat of {len(counts)} tensors of which some elements are known; at most {MOST_JOINED}")
+        raise CannotLoad(f"cat of {len(counts)} tensors with only some known elements; at most {MOST_JOINED}")
     return Overlay.of(torch.cat(values, *args, **named), torch.cat(marks, *args, **named), counts)
 
 
@@ -147,8 +148,11 @@ def load_changes(
     tensors: "Iterable[Changed]",
     others: Iterable[tuple[str, torch.dtype, Shape]] = (),
 ) -> list[Count]:
-    """By a model's `load` of named tensors, which sees `others` too, of which nothing changed: it may wait for some of
-    them. How many elements of each of `tensors` were copied. CannotLoad as `Overlay`."""
+    """Loads changed elements through a model's `load` of named tensors.
+
+    `load` also sees `others`, all unchanged, because it may wait for some of them. Returns the number of copied
+    elements for each of `tensors`. Raises CannotLoad as `Overlay` does.
+    """
     counts = []
 
     def overlays() -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,7 @@
-"""A plugin of SGLang's (group sglang.srt.plugins): /update_weights_from_disk takes folders of what changed as well.
+"""A plugin for SGLang (group sglang.srt.plugins). With it /update_weights_from_disk accepts delta folders too.
 
-SGLang finds it by the entry point beside this file, where this folder is on the server's PYTHONPATH. A server that has
-it says so in /server_info, and refuses a delta of another version than that of its weights. Needs torch and SGLang
-alone.
+SGLang finds it by the entry point beside this file if this folder is on the server's PYTHONPATH. Such a server reports
+the delta format in /server_info. It refuses a delta to another version than its own. Needs only torch and SGLang.
 """
 
 import logging
@@ -28,21 +27,21 @@ AS_IN_CHECKPOINTS = (
     "PackWeightMethod",
     "Fp8KVCacheMethod",
 )
-"""How layers keep what a checkpoint has, element by element, if rltrain_weight_loader.py has nothing against it."""
-OF_NO_VERSION = "its weights are of no version now. weight_sync.delta: null has rltrain send whole checkpoints"
+"""Classes of layers that keep a checkpoint's elements unchanged, unless rltrain_weight_loader.py refuses them."""
+OF_NO_VERSION = "its weights have no version now. Set weight_sync.delta: null to send whole checkpoints"
 
 Outcome = tuple[bool, str]
 
 
 class Served(NamedTuple):
-    """What a model was loaded from: a version, and all tensors of its checkpoint."""
+    """The source of a model's weights: its version, and all tensors of its checkpoint."""
 
     version: str
     tensors: form.Listed
 
 
 def register() -> None:
-    """The entry point: SGLang calls it in each of its processes."""
+    """Registers the hooks. SGLang calls this entry point in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{RUNNER}.update_weights_from_disk", update_from_disk, HookType.AROUND)
@@ -55,7 +54,7 @@ def register() -> None:
 def update_from_disk(
     original: Callable[..., Outcome], updater: Any, model_path: str, *args: Any, **named: Any
 ) -> Outcome:
-    """In the place of SGLang's, which loads whole checkpoints."""
+    """Replaces SGLang's method for whole checkpoints, and applies deltas itself."""
     folder, model = Path(model_path), updater.get_model()
     if form.is_delta(folder):
         return apply_delta(updater, model, folder)
@@ -67,17 +66,17 @@ def update_from_disk(
 
 
 def forget_version(updater: Any, *args: Any, **named: Any) -> None:
-    """Before weights come by another way: nobody here knows which."""
+    """Forgets the version before weights arrive in another way."""
     updater.get_model().rltrain_served = None
 
 
 def forget_released(manager: Any, *args: Any, **named: Any) -> None:
-    """Before memory is given up that weights may lie in."""
+    """Forgets the version before memory is released that may hold weights."""
     forget_version(manager.tp_worker.model_runner.weight_updater)
 
 
 def tell_format(result: Any, *args: Any, **named: Any) -> None:
-    """To whoever asks for the server's state, if all hooks are where they belong."""
+    """Adds the delta format to the server's state if all hooks are installed."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
@@ -88,8 +87,11 @@ def tell_format(result: Any, *args: Any, **named: Any) -> None:
 
 
 def apply_delta(updater: Any, model: Any, folder: Path) -> Outcome:
-    """Nothing has changed where any of the server's ranks refuses it before it is applied; where that fails, the
-    weights are of no version. Collective over: the server's tensor-parallel ranks."""
+    """Applies a delta that all ranks accept.
+
+    Nothing changes if a rank refuses the delta before it is applied. If applying it fails, the weights have no version.
+    Collective over: the server's tensor-parallel ranks.
+    """
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
@@ -121,7 +123,7 @@ def _checked(updater: Any, model: torch.nn.Module, folder: Path, served: Served 
     updater._assert_weight_cache_inactive("update_weights_from_disk")
     methods = {type(method).__name__ for module in model.modules() if (method := getattr(module, "quant_method", None))}
     if other := sorted(methods.difference(AS_IN_CHECKPOINTS)):
-        raise form.DeltaRefused(f"this server keeps weights in other forms than a checkpoint has ({', '.join(other)})")
+        raise form.DeltaRefused(f"this server stores weights in other forms than a checkpoint ({', '.join(other)})")
     if refusals := rltrain_weight_loader.refusals(model):
         raise form.DeltaRefused(f"weights of this server cannot be changed in place: {refusals[0]}")
     delta = form.Delta(folder)
@@ -129,13 +131,13 @@ def _checked(updater: Any, model: torch.nn.Module, folder: Path, served: Served 
     for name, (dtype, shape, _) in described.items():
         if served is None or served.tensors.get(name) != (dtype, shape):
             raise form.DeltaRefused(
-                f"{folder} has tensor {name} of {list(shape)} as {dtype}; what is served has no such"
+                f"{folder} has tensor {name} of {list(shape)} as {dtype}; the served checkpoint has no such tensor"
             )
     return delta
 
 
 def _load(updater: Any, model: Any, delta: form.Delta, served: Served) -> list[tuple[str, int, int]]:
-    """(name, elements that changed, elements that were copied on this rank) of each tensor."""
+    """Applies the delta. Returns (name, changed elements, elements copied on this rank) for each tensor."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     changed: dict[str, int] = {}
@@ -159,7 +161,7 @@ def _load(updater: Any, model: Any, delta: form.Delta, served: Served) -> list[t
 
 
 def _sums(group: Any, numbers: list[int]) -> list[int]:
-    """Over the server's tensor-parallel ranks."""
+    """Returns the sums over the server's tensor-parallel ranks."""
     told = torch.tensor(numbers, dtype=torch.int64)
     if group.world_size > 1:
         torch.distributed.all_reduce(told, group=group.cpu_group)

@@ -1,8 +1,8 @@
-"""SGLang's HTTP server in this process, with the arguments that one JSON object gives by name:
+"""Runs SGLang's HTTP server in this process, with arguments by name in one JSON object:
 
     RLTRAIN_SGLANG_TOKEN=... python rltrain_serve.py '{"defaults": {...}, "args": {...}, "own": {...}}'
 
-Later ones win. Imports only the standard library and SGLang.
+Later groups win. Imports only the standard library and SGLang.
 """
 
 import functools
@@ -21,12 +21,12 @@ TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
 
 
 def take_token() -> str:
-    """The server's API key, out of the environment, so that no child of this process gets to see it there."""
+    """Returns the server's API key and removes it from the environment, so that child processes do not see it."""
     return os.environ.pop(TOKEN_VARIABLE)
 
 
 def keep_out_of_the_log(token: str) -> None:
-    """SGLang logs its arguments, of which the token is one."""
+    """Hides the token in log records. SGLang logs its arguments, including the token."""
     make_record = logging.getLogRecordFactory()
 
     def without_token(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -47,7 +47,7 @@ def _itself(tensor: Any, device: Any = None) -> Any:
 
 
 class _WithoutPinning:
-    """torch, for a module that would have memory registered with CUDA."""
+    """The torch module for code that would pin memory, without pinning."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -58,7 +58,7 @@ class _WithoutPinning:
 
 
 def run_scheduler(server_args: Any, *args: Any) -> None:
-    """SGLang's scheduler process, changed where it has to be."""
+    """Runs SGLang's scheduler process, with changes for adapters and for CPUs."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if server_args.device == "cpu":
@@ -71,11 +71,11 @@ def run_scheduler(server_args: Any, *args: Any) -> None:
 
 
 def _go_without_gpu() -> None:
-    """Where there is no GPU and no build of SGLang for CPUs.
+    """Adapts SGLang to machines without a GPU and without SGLang's CPU build.
 
-    The module of rotary embeddings takes whatever is neither a GPU nor SGLang's CPU build for a device that has vLLM's
-    kernels, and imports them, although it then calls its own operations in torch. Told that it is on a CPU it does not.
-    What keeps the experts that tokens visit registers its memory with CUDA wherever it knows no other way.
+    The module of rotary embeddings treats every device except a GPU and SGLang's CPU build as one with vLLM's kernels.
+    It imports them, but then uses its own torch operations. `_is_cpu` avoids the import. The record of visited experts
+    pins its memory with CUDA unless another way is registered.
     """
     from sglang.srt.layers.rotary_embedding import base
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_pin_memory
@@ -95,7 +95,7 @@ def _add_adapters_without_gpu() -> None:
 
 
 def _have_models_know_their_adapters() -> None:
-    """The weight loader is given the model alone."""
+    """Stores the adapter manager on the model, because the weight loader gets only the model."""
     from sglang.srt.lora.lora_manager import LoRAManager
 
     make_places = LoRAManager.init_memory_pool
@@ -108,9 +108,9 @@ def _have_models_know_their_adapters() -> None:
 
 
 def fork_on_cpu() -> None:
-    """Forked processes have imported what they need, which takes each of SGLang's three 10 s otherwise.
+    """Makes SGLang fork its processes. Forked ones have all imports, which saves 10 s for each of three processes.
 
-    It spawns them since CUDA does not outlive a fork, and chooses that just before it starts them.
+    SGLang spawns them because CUDA does not survive a fork. It sets that right before it starts them.
     """
     from sglang.srt.entrypoints import engine
 
@@ -126,7 +126,7 @@ def fork_on_cpu() -> None:
 def main() -> None:
     token = take_token()
     keep_out_of_the_log(token)
-    gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the time
+    gc.disable()  # collections during the imports take a fifth of their time
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

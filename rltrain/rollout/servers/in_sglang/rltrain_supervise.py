@@ -1,10 +1,10 @@
-"""Runs a command, and ends it with everything that it started: when it ends, on a signal, or when the parent dies.
+"""Runs a command, and ends it with all its descendants when it ends, on a signal, or when the parent dies.
 
     python rltrain_supervise.py PARENT_PID COMMAND...
 
-A rank can be killed by SIGKILL, and a server that survived it would keep the devices that the next run needs. So the
-kernel is asked to tell this process when its parent dies, and to hand it every descendant whose own parent has died:
-what has left its session or process group does not get away either. Imports nothing but the standard library.
+A rank can be killed by SIGKILL, and a surviving server would hold the devices of the next run. So the kernel signals
+this process at its parent's death, and makes it the new parent of orphaned descendants. That includes processes in
+other sessions and process groups. Imports only the standard library.
 """
 
 import contextlib
@@ -24,18 +24,19 @@ POLL_S = 0.02
 
 
 def prctl(option: int, argument: int) -> None:
+    """Calls Linux's prctl. Raises OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {argument})")
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of all that process `root` started, directly or not, zombies left out."""
+    """Returns the ids of all running descendants of process `root`, without zombies."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                # after the name, which may hold anything but ends at the last parenthesis: state, parent
+                # The fields after the name are state and parent. The name ends at the last parenthesis.
                 state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(folder.name))
@@ -48,7 +49,7 @@ def descendants(root: int) -> list[int]:
 
 
 def reap() -> dict[int, int] | None:
-    """Wait statuses of the children that have ended; None: there are no children left."""
+    """Returns the wait statuses of ended children by process id, or None if there are no children left."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -61,7 +62,7 @@ def reap() -> dict[int, int] | None:
 
 
 def kill_all() -> None:
-    """Until nobody is left: what a process starts while it is being killed comes to this process."""
+    """Kills all descendants until none is left, including those started meanwhile."""
     while reap() is not None:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -70,7 +71,7 @@ def kill_all() -> None:
 
 
 def start(command: list[str], temporary: str) -> subprocess.Popen[bytes]:
-    """It too dies with its parent, should this process be killed by SIGKILL."""
+    """Starts the command. It dies with this process if that is killed by SIGKILL."""
 
     def in_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS | {signal.SIGCHLD})
@@ -81,7 +82,7 @@ def start(command: list[str], temporary: str) -> subprocess.Popen[bytes]:
 
 
 def watch(server: subprocess.Popen[bytes], parent: int) -> int:
-    """Wait for the server to end, or for a signal; the exit status, 128 + the signal where one ended it."""
+    """Waits until the server ends or a signal arrives. Returns the exit status, or 128 + the signal's number."""
     while os.getppid() == parent:
         number = signal.sigwait(STOPS | {signal.SIGCHLD})
         if number in STOPS:
@@ -90,13 +91,13 @@ def watch(server: subprocess.Popen[bytes], parent: int) -> int:
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-    return 128 + signal.SIGTERM  # the parent died before this process asked to be told
+    return 128 + signal.SIGTERM  # the parent died before the prctl
 
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS | {signal.SIGCHLD})
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores its children's ends hands that down
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent's SIG_IGN would be inherited
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     temporary = tempfile.mkdtemp(prefix="rltrain-sglang-")

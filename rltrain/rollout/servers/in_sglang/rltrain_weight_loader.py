@@ -1,15 +1,15 @@
-"""Runs inside SGLang's schedulers, once per tensor-parallel rank: puts weights into place that another process staged.
+"""The weight loader inside SGLang's schedulers, one per tensor-parallel rank. Copies weights staged by a rank.
 
-Named to the server as its custom weight loader. SGLang calls `load(model, [(text, tensor), ...])`; the text is a
-message in JSON and the tensor is empty. An exception here would end the scheduler, so the outcome of every message goes
-into the file that it names. Needs torch alone: this Python need not have rltrain.
+The server gets it as its custom weight loader. SGLang calls `load(model, [(text, tensor), ...])`. The text is a message
+in JSON and the tensor is empty. An exception would end the scheduler, so the outcome of every message is written to the
+message's reply file. Needs only torch, because this Python may lack rltrain.
 
-Messages have `op`, `id`, and `reply` (the path of a file that is open in another process). What the ops do:
+Messages have `op`, `id`, and `reply`, the path of an open file of another process. The operations:
 
-describe   reply with every parameter's name, dtype, shape, strides and device, and with what forbids updates in place
-load       copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters
-read       copy the parameters of `fields` into `memory`, the way back
-finish     after all loads of a sync: what the model itself derives from its parameters
+- describe: reply with every parameter's name, dtype, shape, strides and device, and with reasons against updates.
+- load: copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters.
+- read: copy the parameters of `fields` into `memory`.
+- finish: after all loads of a sync, update the values that the model derives from its parameters.
 """
 
 import ctypes
@@ -33,24 +33,24 @@ IPC_HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
 
 _IN_PLACE_BACKENDS = ("auto", "triton", "deep_gemm")
-"""MoE backends that read experts as SGLang's loader would have written them: gate above up, nothing permuted."""
+"""MoE backends with experts in the order of SGLang's own loader: gate above up, without permutation."""
 
 _FILLED_HERE = {"Fp8KVCacheMethod": {"k_scale": -1.0, "v_scale": -1.0}}
-"""Parameters that exist only inside the engine, by the method that makes them. A load format that reads no checkpoint
-leaves noise there; with these values SGLang takes the scales for absent, as in a checkpoint that has none."""
+"""Values of parameters that exist only inside the engine, by the method that makes them. A load format without a
+checkpoint leaves noise there. With these values SGLang treats the scales as absent."""
 
 _mapped: dict[str, Tensor] = {}
-"""Memory of the other process, by the id of its handle."""
+"""Mapped memory of the other process, by the id of its handle."""
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Does what the messages say; never raises."""
+    """Executes the messages. Never raises."""
     for text, _ in named_tensors:
         try:
             message = json.loads(text)
             _answer(message, _outcome(model, message))
         except Exception:
-            # There is nobody to tell but the log: the other side misses the reply and says so.
+            # No reply is possible here. The other side reports the missing reply.
             traceback.print_exc()
 
 
@@ -96,7 +96,7 @@ def _read(model: torch.nn.Module, message: Message) -> Reply:
 
 
 def _fields(model: torch.nn.Module, message: Message) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
-    """(name, parameter, its place in the memory of the other process, checksum) of each field of a message."""
+    """Yields (name, parameter, its place in the other process's memory, checksum) for each field of a message."""
     memory = _memory(message["memory"])
     parameters = parameters_of(model)
     for name, dtype, shape, offset, checksum in message["fields"]:
@@ -113,7 +113,7 @@ def _fields(model: torch.nn.Module, message: Message) -> Iterator[tuple[str, Ten
 
 
 def _finish(model: torch.nn.Module, message: Message) -> Reply:
-    # SGLang itself takes this step only where a session loaded nothing.
+    # SGLang itself takes this step only if a session loaded nothing.
     post_load: Any = getattr(model, "post_load_weights", None)
     if post_load is not None:
         post_load()
@@ -133,8 +133,11 @@ _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By the names that they have where nothing has adapters: SGLang puts another layer around one that has. After
-    them an adapter's A and B, each in the place that the one adapter of this server has among its like."""
+    """Returns the parameters by their names in a model without adapters.
+
+    SGLang wraps layers with adapters in another layer. The A and B of an adapter follow the parameters, each in the
+    slot of this server's only adapter.
+    """
     parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         parameters[name.replace(".base_layer.", ".")] = parameter
@@ -142,7 +145,7 @@ def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     if manager is None:
         return parameters
     (adapter,) = manager.loras
-    manager.fetch_new_loras({adapter})  # else the first request would bring it, with the zeros that it was loaded with
+    manager.fetch_new_loras({adapter})  # before a request fetches its zeros
     place = manager.memory_pool.get_buffer_id(adapter)
     for name, layer in model.named_modules():
         for half in ("a", "b"):
@@ -152,7 +155,7 @@ def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def refusals(model: torch.nn.Module) -> list[str]:
-    """Why parameters of this model may not be rewritten in place; one sentence per kind of layer, each with a layer."""
+    """Returns the reasons against updates in place: one sentence per kind of layer, each with one layer's name."""
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -165,13 +168,14 @@ def refusals(model: torch.nn.Module) -> list[str]:
 
 
 def _reason(module: torch.nn.Module, method: object) -> str | None:
-    """Every way of storing weights that is known to keep what a checkpoint has, as SGLang 0.5.23 has it; no other.
+    """Returns the reason against updates of a layer in place, or None.
 
-    What SGLang changes in place at the end of an update is allowed: all parameters are written anew in every one.
+    Only methods that keep a checkpoint's elements in SGLang 0.5.23 are accepted. Changes that SGLang makes in place at
+    the end of an update are allowed, because every update writes all parameters.
     """
     kind = type(method).__name__
     if getattr(module, "use_intel_amx_backend", False):
-        return "its weights are packed for AMX after loading; use model.dtype=float32 on the CPU, which is not packed"
+        return "its weights are packed for AMX after loading; use model.dtype=float32 on the CPU to avoid this"
     if kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PackWeightMethod", *_FILLED_HERE):
         return None
     if kind == "UnquantizedFusedMoEMethod":
@@ -179,8 +183,7 @@ def _reason(module: torch.nn.Module, method: object) -> str | None:
     if kind in ("Fp8LinearMethod", "Fp8MoEMethod"):
         return _fp8_reason(module, method)
     return (
-        f"{kind} is not among the quantisation methods whose weights can be rewritten in place: none, and FP8 in "
-        "blocks of 128 x 128"
+        f"{kind} stores weights that cannot be rewritten in place; use no quantisation, or FP8 in blocks of 128 x 128"
     )
 
 
@@ -196,22 +199,22 @@ def _moe_reason(module: torch.nn.Module, method: object) -> str | None:
     value = getattr(backend, "value", None)
     if backend is None or value in _IN_PLACE_BACKENDS:
         return None
-    return f"MoE backend {value or backend} is not known to read experts as they were written; use triton or deep_gemm"
+    return f"MoE backend {value or backend} may reorder experts; use triton or deep_gemm"
 
 
 def _fp8_reason(module: torch.nn.Module, method: object) -> str | None:
     config = getattr(method, "quant_config", None)
     if not getattr(config, "is_checkpoint_fp8_serialized", False):
-        return "the engine quantises by itself (quantization: fp8); have weights quantised before they are sent"
+        return "the engine quantises by itself (quantization: fp8); weights must be quantised before they are sent"
     if not getattr(method, "block_quant", False):
         return "FP8 with one scale per tensor or channel is transposed after loading; use blocks of 128 x 128"
     if list(getattr(config, "weight_block_size", None) or ()) != [128, 128]:
-        return f"FP8 in blocks of {getattr(config, 'weight_block_size', None)}; only 128 x 128 is sent"
+        return f"FP8 in blocks of {getattr(config, 'weight_block_size', None)}; only 128 x 128 is supported"
     for flag in ("use_mxfp8", "convert_mxfp8_to_block", "use_marlin", "is_fp4_expert"):
         if getattr(method, flag, False):
             return f"{flag} repacks weights after loading"
     if any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False)):
-        return "DeepGEMM requantises to scales that are powers of two and does not undo it; use another FP8 backend"
+        return "DeepGEMM requantises to scales of powers of two and does not undo it; use another FP8 backend"
     return _moe_reason(module, method) if type(method).__name__ == "Fp8MoEMethod" else None
 
 
@@ -224,12 +227,12 @@ def _own_parameters(model: torch.nn.Module) -> dict[str, float]:
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """That of rltrain (csrc/reshard.h): a sum over elements of a number that the bits and the place of each give."""
+    """Returns rltrain's checksum (csrc/reshard.h): a sum over elements of a hash of bits and position."""
     bits_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
     flat = tensor.detach().view(-1).view(bits_type)
     place_keys = _place_keys(torch.arange(RUN, device=flat.device))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(0, flat.numel(), CHUNK_ELEMENTS):  # whole runs, but for the last
+    for first in range(0, flat.numel(), CHUNK_ELEMENTS):  # whole runs except the last
         bits = (flat[first : first + CHUNK_ELEMENTS].to(torch.int64) & ((1 << 8 * flat.itemsize) - 1)) ^ PRESENT
         whole = bits.numel() // RUN
         runs = _run_keys(torch.arange(first // RUN, first // RUN + whole + 1, device=flat.device))
@@ -262,7 +265,7 @@ def _synchronize() -> None:
 
 
 def _memory(handle: Message) -> Tensor:
-    """uint8: the memory behind a handle, mapped once."""
+    """Returns the memory of a handle, uint8. Maps it once."""
     if handle["id"] not in _mapped:
         maps = {"file": _map_file, "cuda": _map_cuda}[handle["kind"]]
         _mapped[handle["id"]] = maps(handle)
@@ -273,7 +276,7 @@ def _map_file(handle: Message) -> Tensor:
     file = os.open(handle["path"], os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_uid != os.getuid():
-            raise PermissionError(f"{handle['path']} is of user {os.fstat(file).st_uid}, not of {os.getuid()}")
+            raise PermissionError(f"{handle['path']} belongs to user {os.fstat(file).st_uid}, not {os.getuid()}")
         return torch.frombuffer(mmap.mmap(file, handle["bytes"]), dtype=torch.uint8)
     finally:
         os.close(file)
