@@ -89,8 +89,8 @@ def _share_of_samples(experience: Experience, samples: Tensor, layout: str) -> E
 
 
 def _missing_shares(path: Path, layout: str, groups: ProcessGroups) -> Results:
-    """Trains with samples on the first replica only, without samples, and with empty responses. A usual step follows
-    each."""
+    """Trains with samples on the first replica only, without samples, with empty responses, and in a usual step at the
+    end."""
     experience = load_experience(path)
     some, none = experience.select(torch.arange(5)), experience.select(torch.arange(0))
     first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0

@@ -100,7 +100,8 @@ def held(run: Run) -> dict[str, list[int]]:
 
 
 def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool) -> dict[str, Any]:
-    """Runs Muon in several layouts and returns the metrics, on rank 0 also the final weights."""
+    """Runs Muon in several layouts and returns the metrics, on rank 0 also the differences between the final
+    weights."""
     path, seen = Path(checkpoints[kind]), dict[str, Any]()
     ways = EXPERT_LAYOUTS if experts else LAYOUTS
     cases = {name: Case(way, checkpoint=kind) for name, way in ways.items()}

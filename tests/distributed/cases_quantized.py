@@ -228,7 +228,10 @@ def all_syncs() -> dict[str, dict[str, Any]]:
 
 
 def _run(case: Sync) -> dict[str, Any]:
-    """Runs each wire twice: shared memory and the network. The second run has smaller values and magnitudes."""
+    """Prepares a reshard through shared memory and one over the wire, and runs each twice.
+
+    The second run has smaller values and magnitudes. Full gathers give the expected results.
+    """
     found: dict[str, Any] = {"wrong before": len(case.wrong()), "compared": len(case.expected)}
     full_gather_sync(case.source, case.destination, case.held, case.wanted, case.group)
     found["full_gather"] = case.wrong()

@@ -62,7 +62,11 @@ def given_experts(shape: RoutingShape, experience: Experience, num_experts: int)
 
 
 def _replayed(path: Path, layout: Layout, groups: ProcessGroups) -> dict[str, Any]:
-    """Trains with given choices. Returns an optimizer step, the log-probs before it, and gradients on a single rank."""
+    """Trains with given choices.
+
+    Returns an optimizer step with the log-probs before it, the routers' own choices, and gradient differences on one
+    rank.
+    """
     architecture = read_architecture(path)
     shape, experience = RoutingShape.of(architecture), share_of(path, layout.grid)
     packed = shape.packed(given_experts(shape, experience, architecture.num_experts))

@@ -72,7 +72,7 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A checkpoint whose conversion takes a moment."""
+    """Returns a checkpoint large enough that its conversion takes a moment."""
     make_checkpoint(tmp_path / "large", "llama", vocab_size=300_000)
     return tmp_path / "large"
 

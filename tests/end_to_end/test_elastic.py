@@ -30,8 +30,7 @@ class Elastic:
         self.folder, self.overrides = folder, overrides
 
     def go_on(self, num_ranks: int, *, after: int = 0) -> Run:
-        """Resumes from the checkpoint of step `after`, deletes all later ones, and returns the reports of the whole
-        run."""
+        """Deletes the checkpoints after step `after`, resumes to the end, and returns the reports of the whole run."""
         for step in range(after + 1, STEPS + 1):
             shutil.rmtree(self.folder / "checkpoints" / name_of(step), ignore_errors=True)
         train(QUICKSTART, *self.overrides, f"output_dir={self.folder}", num_ranks=num_ranks, timeout_s=120)

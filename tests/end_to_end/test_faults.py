@@ -113,7 +113,7 @@ def stand(warm_start: list[str], tmp_path: Path) -> Stand:
 
 @pytest.fixture(scope="module")
 def whole(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
-    """A folder in which the job has run to its end, undisturbed."""
+    """Returns the folder of a job that has run to its end, undisturbed."""
     stand = Stand(tmp_path_factory.mktemp("undisturbed"), warm_start)
     stand.run()
     return stand

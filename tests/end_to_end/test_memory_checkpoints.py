@@ -49,7 +49,11 @@ class TwoNodes(Stand):
         return jobs
 
     def lose_node(self, node: int, harm: Callable[[], None] = lambda: None) -> None:
-        """Loses a node in the middle of the job, after the last checkpoint before it is in the memory of both."""
+        """Kills both agents and ranks once both memories have the checkpoint of step SAVED_AT, then deletes the memory
+        of `node`.
+
+        `harm` is called between the two.
+        """
         jobs = self.start_both()
         deadline = time.monotonic() + LIMIT_S
         while not all(self.in_memory(n, SAVED_AT) for n in range(2)) and time.monotonic() < deadline:

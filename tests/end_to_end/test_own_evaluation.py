@@ -41,7 +41,7 @@ def settings(files: Path, warmed_up: Path, output: Path) -> tuple[str, ...]:
 def test_an_evaluation_holds_up_neither_training_nor_generation(
     quickstart_files: Path, warmed_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation's scores come only after a later step is trained. An earlier evaluation is due before it.
+    """The scores of the first evaluation come only after a later step is trained. Another evaluation is due in between.
 
     So a role that waited for the scores would wait forever. The scores end the run, and the scored policy is kept.
     """

@@ -133,7 +133,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
 
 
 def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:
-    """The best policy before the checkpoint is in the first job's folder. The second job knows its score."""
+    """Asserts that both jobs know the same best policy. A best policy from before the checkpoint is in the first job's
+    folder."""
     scores = {step: metrics["eval/score"] for step, metrics in whole.items() if "eval/score" in metrics}
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = json.loads((first / "hf_best/best.json").read_text())
@@ -263,7 +264,7 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
 
 @pytest.mark.slow
 def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstart_files, tmp_path):
-    """Steps with already generated groups use them too. A third job with more steps continues with them."""
+    """Even steps with already generated groups use the new rows. A third job with more steps continues with them."""
     more = STEPS + 2
     rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-more * PROMPTS :]
     other = tmp_path / "other.jsonl"

@@ -58,7 +58,7 @@ def sglang_python(real_sglang_python: str, checkpoint: Path, tmp_path_factory: p
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 whose best token is never in doubt."""
+    """Returns a tiny Qwen3 with one clearly best token at every position."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
 
 
@@ -88,7 +88,7 @@ def server_of_all(sglang_python: str, checkpoint: Path, tmp_path_factory: pytest
 
 @pytest.fixture
 def server(server_of_all: Server) -> Server:
-    """The shared server of all tests, started with `checkpoint` from disk and restarted if it has ended.
+    """Returns the shared server of all tests, started with `checkpoint` from disk and restarted if it has ended.
 
     Its weights are those of the last test.
     """

@@ -31,7 +31,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three checkpoints of one model. Some elements change from one to the next."""
+    """Returns three checkpoints of one model. Some elements change from one to the next."""
     folders = [write_checkpoint(tmp_path_factory.mktemp("changes"), "qwen3", seed=3)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):

@@ -52,7 +52,7 @@ def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one architecture, with a tokenizer."""
+    """Returns two checkpoints of one architecture, with a tokenizer."""
     paths = [write_checkpoint(tmp_path_factory.mktemp(f"qwen3{seed}"), "qwen3", seed=seed) for seed in (0, 1)]
     for path in paths:
         letter_tokenizer().save_pretrained(path)
@@ -61,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def started(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """An engine with the weights of the first checkpoint as version 0."""
+    """Yields an engine with the weights of the first checkpoint as version 0."""
     limits = {"max_running_requests": NUM_SLOTS, "max_context_tokens": 256}
     engine, server = engine_on(
         sglang_python,
@@ -83,7 +83,7 @@ def started(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytes
 
 @pytest.fixture
 def rig(started: Rig, checkpoints: list[Path]) -> Rig:
-    """The same engine for all tests, with version 0 again."""
+    """Returns the same engine for all tests, with version 0 again."""
     if started.engine.policy_version != 0:
         started.sync(checkpoints[0], 0)
     return started

@@ -22,7 +22,7 @@ CHUNKS = {"chunked_prefill_size": 16}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one architecture."""
+    """Returns two checkpoints of one architecture."""
     sizes = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [], "head_dim": 16}
     folder = tmp_path_factory.mktemp("checkpoints")
     return [write_checkpoint(folder / f"{seed}", "qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]

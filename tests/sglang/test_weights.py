@@ -64,7 +64,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one architecture."""
+    """Returns two checkpoints of one architecture."""
     folders = [tmp_path_factory.mktemp(f"weights{seed}") for seed in (1, 2)]
     for seed, folder in enumerate(folders):
         sizes = SPARSE if family == "qwen3_moe" else {}

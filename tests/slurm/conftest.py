@@ -26,7 +26,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster with two nodes, n1 and n2."""
+    """Yields a cluster with two nodes, n1 and n2."""
     if reason := obstacle():
         if os.environ.get("RLTRAIN_SLURM") == "require":
             pytest.fail(reason)

@@ -2,7 +2,7 @@
 
 Operations run on the CPU as they are issued. Vector clocks keep the order that a GPU would guarantee. The operations of
 a stream follow each other and the host's calls that issued them. Events carry a stream's clock to another stream or to
-the host. If one of two operations writes memory of the other, these clocks must order the two.
+the host. If one operation writes memory used by another, these clocks must order the two.
 """
 
 from collections.abc import Iterable

@@ -36,7 +36,7 @@ LOOK_S, HELD_AT_MOST_S = 0.002, 60.0
 
 
 class Faults:
-    """The faults of a rank. The next fault is the first without a file, in any attempt and whatever torchrun counts."""
+    """The faults of a rank. The next fault is the first without a file, even after restarts by torchrun."""
 
     def __init__(self, faults: Sequence[dict[str, Any]], rank: int, folder: Path) -> None:
         self.faults, self.rank, self.folder = faults, rank, folder

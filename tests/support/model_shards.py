@@ -125,7 +125,7 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a gated delta net, by the end of their names."""
+    """Returns the shapes of a gated delta net's tensors, by the end of their names."""
     d, hidden = a.delta, a.hidden_size
     assert d
     queries, values = d.num_key_heads * d.key_dim, d.num_heads * d.value_dim
@@ -142,7 +142,7 @@ def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of a layer in the checkpoint, without the layer's prefix."""
+    """Returns the shapes of a layer's tensors in the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
     interleaved = sparse and a.family == "gpt_oss"
     shapes = ({} if delta else attention_shapes(a)) | ({} if interleaved else mlp_shapes(a, sparse))
@@ -174,7 +174,7 @@ def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[
 
 
 def interleaved_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of gpt-oss's router and experts. One tensor has the matrices of all experts."""
+    """Returns the shapes of gpt-oss's router and experts. One tensor has the matrices of all experts."""
     assert a.moe
     count, units, hidden = a.moe.num_experts, a.moe.ffn_hidden_size, a.hidden_size
     return {

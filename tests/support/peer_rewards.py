@@ -118,7 +118,8 @@ def slime_group(args: Any, samples: list[Any]) -> list[float]:
 
 
 async def together(prompt: str, response: str, label: str) -> int:
-    """Returns the largest number of concurrent calls. The responses "block", "die" and "sleep" do so."""
+    """Returns the largest number of concurrent calls. The responses "block", "die", "sleep" and "exit" do what they
+    say."""
     state.running += 1
     state.most = max(state.most, state.running)
     await asyncio.sleep(0.02)

@@ -241,7 +241,7 @@ class FakeServer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the server is idle in SGLang's sense: waiting requests count too unless it is paused."""
+        """Returns whether the server is idle in SGLang's sense: waiting requests count too unless it is paused."""
         with self._lock:
             return not (self._running or self._ahead or (self._waiting and not self.rules.is_paused))
 

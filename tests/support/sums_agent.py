@@ -28,8 +28,7 @@ RECORDS = "RLTRAIN_TEST_SESSIONS"
 
 
 async def counts_on(row: Mapping[str, Any], base_url: str, api_key: str, session_url: str) -> float:
-    """Holds a conversation of several turns, whatever the answers, and appends the endpoint's record of it to the
-    file."""
+    """Holds a conversation of several turns with any answers, and appends the endpoint's record of it to the file."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)

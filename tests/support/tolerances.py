@@ -9,8 +9,8 @@ ADAM_EPS = 1e-4
 """Tests that compare models after updates give this eps to Adam.
 
 Adam divides a gradient by the root of its mean square plus eps. Some gradients are zero except for rounding. With the
-default eps of 1e-8 these weights move by a whole learning rate, and each processor rounds in its own way. 1e-4 is much
-larger than the rounding errors of the gradients in tests. Most of the gradients themselves are larger still.
+default eps of 1e-8 these weights move by a whole learning rate. Each processor rounds in its own way. The value 1e-4 is
+much larger than the rounding errors of the gradients in tests. Most of the gradients themselves are larger still.
 """
 EPS_OF_ACTOR, EPS_OF_CRITIC = (f"{role}.optimizer.eps={ADAM_EPS}" for role in ("actor", "critic"))
 """Overrides that set the same eps in the config of a whole job."""

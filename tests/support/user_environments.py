@@ -130,7 +130,7 @@ class Misbehaving:
 
 
 class Awaiting:
-    """Coroutines. The first of a pair of episodes waits for the second."""
+    """An episode of coroutines. The action "first" of one episode waits for the action "second" of another."""
 
     waiting: asyncio.Event | None = None
 

@@ -12,7 +12,7 @@ HANG = "a" * 60 + "!"
 
 
 def misbehave(prompt: str, response: str, label: str) -> object:
-    """Does whatever the response asks for."""
+    """Misbehaves in the way named by the response."""
     if response == "loop":
         while True:
             pass

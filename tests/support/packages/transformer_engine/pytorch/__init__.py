@@ -73,7 +73,10 @@ class _Parallel(Module):
             self._register(f"bias{number}", self.out_features)
 
     def _product(self, x: Tensor) -> Any:
-        """`x` [tokens (of this rank), ..., in_features]. Collective over: the tensor-parallel group."""
+        """Multiplies `x` by the weight. `x` has shape [tokens (of this rank), ..., in_features].
+
+        Collective over: the tensor-parallel group.
+        """
         assert x.dtype == self.weight.dtype and x.size(-1) == self.in_features
         bias = self.bias if self.use_bias else None
         taken, given = _collectives(self.sequence_parallel)
