@@ -119,7 +119,7 @@ def test_conversations_go_on_while_weights_change(name, overrides, tmp_path, mon
 def test_a_checkpoint_is_evaluated_by_one_server_and_judged_by_another(
     sglang_python: str, quickstart_files: Path, warmed_up: Path, tmp_path: Path
 ):
-    """Each server has the weights of its own checkpoint, without a sync."""
+    """Each server has the weights of a separate checkpoint, without a sync."""
     judge = make_judge_who_loves("1", tmp_path / "judge")
     succeed(
         [

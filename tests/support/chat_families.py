@@ -55,7 +55,7 @@ class Family:
     visible: tuple[str, ...] = ()
     """Added tokens that decoding keeps."""
     end_tokens: tuple[str, ...] = ()
-    """End tokens of generation_config.json besides the tokenizer's eos_token."""
+    """End tokens of generation_config.json in addition to the tokenizer's eos_token."""
     takes: tuple[str, ...] = ("user", "tool")
     """Roles of the messages allowed after a turn of the model."""
     parallel_calls: bool = True

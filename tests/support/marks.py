@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(cases: Iterable[object], *quick: object) -> list[object]:
-    """Returns the cases with all but `quick` marked slow. A tuple is several arguments."""
+    """Returns the cases and marks them slow, except `quick`. A tuple is several arguments."""
     return [case if case in quick else pytest.param(*_arguments(case), marks=pytest.mark.slow) for case in cases]
 
 

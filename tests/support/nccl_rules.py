@@ -2,7 +2,7 @@
 
 - The first call on a communicator needs all of its ranks. Later calls need only their own ranks.
 - Ranks make equal collectives in equal order.
-- Messages between two ranks match in the order of their calls, whatever their tags, and have equal sizes.
+- Messages between two ranks match in the order of their calls, not by their tags, and have equal sizes.
 - Messages issued separately block the later work of both ranks until they are matched. torch decides whether messages
   are issued together: `batch_isend_irecv` requires exactly the type ProcessGroup.
 - All ranks destroy a communicator together, and only after its last recorded graph is gone.

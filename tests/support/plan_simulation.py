@@ -59,7 +59,10 @@ def engine_places(grid: Grid) -> dict[int, Place]:
 
 
 def side(kind: str, architecture: Architecture, grid: Grid, **settings: Any) -> Side:
-    """Returns the side of a "megatron" or "engine" layout. `settings` are those of megatron_layout."""
+    """Returns the side of a layout of kind "megatron" or "engine", else of Hugging Face's layout.
+
+    `settings` are those of megatron_layout.
+    """
     full = full_tensors(architecture)
     if kind == "megatron":
         places = megatron_places(grid, **settings)
