@@ -1,4 +1,4 @@
-"""For all tests: which files are read and in what order, and whether their processes are forked."""
+"""Hooks for all tests: the collected files, their order, and forking of processes."""
 
 import functools
 import gc
@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests.forked.popen import SETTING, forks, start_zygote
 from tests.forked.zygote import RARE_COLLECTIONS
 
-# Property tests have fewer examples than is usual, and no limit of time for one: a shared machine breaks it at random.
+# Property tests have fewer examples than usual and no deadline. A shared machine would exceed one at random.
 settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
 settings.load_profile("shared machine")
 
@@ -30,33 +30,33 @@ LONGEST = (
     "test_benchmarks.py",
     "test_embedded_decoder.py",
 )
-"""First in their folders. An entry that is missing or too much costs time and nothing else."""
+"""These files come first in their folders. A missing or superfluous entry costs nothing but time."""
 
 
 @pytest.fixture(autouse=True)
 def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a test marked `by_command_line` are not forked."""
+    """Starts the processes of tests marked `by_command_line` without forking."""
     if request.node.get_closest_marker("by_command_line"):
         monkeypatch.setenv(SETTING, "off")
 
 
 @pytest.fixture(autouse=True)
 def as_gloo_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that a test has in this process leaves nothing to the next: both ends of a group must connect alike."""
-    monkeypatch.setenv(GLOO_LAZY, "")  # so that it is as before when the test is over
+    """Starts each test without a setting left by a rank in this process. Both ends of a group must connect alike."""
+    monkeypatch.setenv(GLOO_LAZY, "")  # restores the old value after the test
     monkeypatch.delenv(GLOO_LAZY)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """One zygote for all workers, which imports while they collect."""
+    """Starts one zygote for all workers. It imports while they collect."""
     if forks():
         start_zygote()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What tests import stays until the end: the collector need not look through it again and again."""
+    """Excludes imported objects from garbage collection, because they stay until the end."""
     gc.disable()
     try:
         return (yield)
@@ -67,7 +67,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests alone are asked for, a file that marks none is not read: its imports are saved."""
+    """Skips files without slow tests if only slow tests are selected, to save their imports."""
     asked_for: str = config.option.markexpr
     slow_alone = asked_for.split(" ")[0] == "slow" and " or " not in asked_for
     is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
@@ -80,9 +80,9 @@ def marks_slow(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that take longest come first, so that no worker is left alone with one at the end."""
+    """Runs the longest tests first, so that no worker is left with one at the end."""
     unsaid = {str(item.path) for item in items if item.get_closest_marker("slow") and not marks_slow(item.path)}
-    assert not unsaid, f"write pytest.mark.slow in {unsaid}: where slow tests are asked for, they would be left out"
+    assert not unsaid, f"write pytest.mark.slow in {unsaid}: otherwise a run of slow tests skips them"
     items.sort(key=lambda item: place_of(item.path))
 
 

@@ -1,4 +1,4 @@
-"""Runs the tools that read the code: every one of them, then ends with 1 if any found something."""
+"""Runs all tools that check the code, then exits with 1 if any found something."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests that compare floats as on other processors: bash tests/processors.sh [--slow] [pytest arguments]
-# Each setting limits the instructions of torch, oneDNN and MKL. One line tells the seconds and the result of each.
+# Runs tests of floats as on other processors: bash tests/processors.sh [--slow] [pytest arguments]
+# Each setting limits the instructions of torch, oneDNN and MKL. One line reports the seconds and the result of each.
 # --slow adds the slow tests. Arguments select other tests: bash tests/processors.sh tests/distributed/test_fsdp.py
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

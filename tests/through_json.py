@@ -1,4 +1,4 @@
-"""Values of the rollout as the ranks of an engine tell them to each other: written as JSON and read again."""
+"""Values of the rollout as the ranks of an engine exchange them: written as JSON and read again."""
 
 import json
 from typing import Any, TypeVar

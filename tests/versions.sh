@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs the default suite and the quickstart with other versions than .venv has:
+# Runs the default suite and the quickstart with other versions of Python and of the dependencies:
 #
 #   bash tests/versions.sh lowest|newest|py313 [--prepare | --numeric] [pytest arguments]
 #
 # lowest is Python 3.11 with the lower bound of every dependency in pyproject.toml; newest is Python 3.12 and py313 is
-# Python 3.13, with the versions that launch/constraints-cpu.txt has for them. The environment is made once, in
-# $RLTRAIN_VERSIONS (~/.cache/rltrain-versions), where it takes up to 8 GB. --prepare makes it and runs nothing; --numeric
-# runs tests/distributed alone. The status is 3 where this machine lacks that Python or the room.
+# Python 3.13, with the versions of launch/constraints-cpu.txt. The environment is made once in $RLTRAIN_VERSIONS
+# (~/.cache/rltrain-versions) and takes up to 8 GB. --prepare only makes it; --numeric runs only tests/distributed.
+# The exit status is 3 if this machine lacks that Python or the space.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 
-NEEDED_GB=10 # 8 stay; packages are downloaded before they are unpacked
+NEEDED_GB=10 # 8 GB stay; the rest is for downloads
 
 lack() {
   echo "versions: $*" >&2
@@ -49,7 +49,7 @@ if [[ $kind == lowest ]]; then
   constraints=$folder/lowest.txt
   bounds=$(sed -nE '/^dependencies = /,/^\]/ s/^ *"([a-z-]+)>=([0-9.]+).*/\1==\2/p' "$REPOSITORY/pyproject.toml")
   bounded=$(sed -E 's/==.*//; s/-/[-_]/g' <<<"$bounds" | paste -sd '|')
-  # Every other package is as always, but for one that pydantic pins itself.
+  # Every other package keeps its usual version, except the one that pydantic pins itself.
   { echo "$bounds" && grep -viE "^($bounded|pydantic_core)==" "$REPOSITORY/launch/constraints-cpu.txt"; } >"$constraints"
 fi
 prepare_environment dev

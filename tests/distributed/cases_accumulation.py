@@ -1,4 +1,4 @@
-"""What ranks do in test_accumulation: optimizer steps whose samples come in parts, of a policy and of a critic."""
+"""The ranks of test_accumulation: optimizer steps of a policy and of a critic, with samples in several parts."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -29,7 +29,7 @@ from tests.support.trained_models import groups_on, in_training, load_experience
 from tests.support.uneven_products import uneven_products
 
 LAYOUTS = (("tp1", "tp2_sp", "pp2_dp2"), ("tp1", "pp2", "dp2"))
-"""Quick ones, slow ones."""
+"""Quick layouts, slow layouts."""
 NUM_SAMPLES = 4
 PARTS = {"whole": [4], "three": [1, 1, 2]}
 NUM_STEPS = 2
@@ -40,7 +40,7 @@ Results = Iterator[tuple[str, Any]]
 
 
 def all_cases(path: str, slow: bool) -> dict[str, Any]:
-    """What is found in the layouts that are quick or in those that are slow, each beside one rank alone."""
+    """Returns the results in the quick or in the slow layouts, with those of one rank alone."""
     groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
     cases = {
@@ -57,11 +57,11 @@ def all_cases(path: str, slow: bool) -> dict[str, Any]:
 
 
 def _in_parts(path: Path, layout: str, groups: ProcessGroups) -> Results:
-    """The same mini-batches cut in different ways. A replica has a share of every part, perhaps an empty one."""
+    """Cuts the same mini-batches in different ways. Every replica has a share of every part, sometimes an empty one."""
     for max_tokens, name in product((ALONE, FEW), PARTS):
         experience = load_experience(path).select(torch.arange(NUM_SAMPLES))
         if max_tokens == ALONE and GRIDS[layout].pp > 1:
-            # A pipeline pads every part to its own longest sample: equal shapes need samples of equal length.
+            # A pipeline pads every part to its longest sample. Equal shapes need samples of equal length.
             experience = _of_one_length(experience)
         trainable = make_trainable(load_model(path, layout, groups), max_tokens)
         steps = []
@@ -74,7 +74,7 @@ def _in_parts(path: Path, layout: str, groups: ProcessGroups) -> Results:
 
 
 def _of_one_length(experience: Experience) -> Experience:
-    """The same tokens, but for the last few, in as many samples of equal length."""
+    """Returns the same tokens, except for the last few, in equally long samples."""
     length = experience.num_tokens // experience.num_samples
     columns = {
         name: values[: length * experience.num_samples] if FIELDS[name][1] == "token" else values
@@ -89,7 +89,8 @@ def _share_of_samples(experience: Experience, samples: Tensor, layout: str) -> E
 
 
 def _missing_shares(path: Path, layout: str, groups: ProcessGroups) -> Results:
-    """Only the first replica has samples; nobody has; samples have no response. Each followed by a usual step."""
+    """Trains with samples on the first replica only, without samples, with empty responses, and in a usual step at the
+    end."""
     experience = load_experience(path)
     some, none = experience.select(torch.arange(5)), experience.select(torch.arange(0))
     first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
@@ -104,7 +105,7 @@ def _missing_shares(path: Path, layout: str, groups: ProcessGroups) -> Results:
 
 
 def _interrupted(path: Path, layout: str, groups: ProcessGroups) -> Results:
-    """A step that failed leaves nothing to the next; a step needs parts."""
+    """Checks two rules: a failed step leaves nothing to the next, and a step needs parts."""
     experience = share_of(load_experience(path).select(torch.arange(NUM_SAMPLES)), layout)
     fresh, failed = (make_trainable(load_model(path, layout, groups), FEW) for _ in range(2))
     failed.accumulate(experience, negative_log_likelihood)
@@ -122,7 +123,7 @@ def _interrupted(path: Path, layout: str, groups: ProcessGroups) -> Results:
 
 
 def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
-    """Two updates of a critic in two parts each, and what they should be, from autograd on the whole model."""
+    """Updates a critic twice in two parts each, and computes the expected results by autograd on the whole model."""
     model = _value_model(path, layout, groups)
     whole = load_experience(path).select(torch.arange(NUM_SAMPLES))
     generator = torch.Generator().manual_seed(7)
@@ -150,7 +151,7 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
 
 
 def _value_model(path: Path, layout: str, groups: ProcessGroups) -> LanguageModel:
-    """The checkpoint's model with a value head that is not zero."""
+    """Returns the checkpoint's model with a value head other than zero."""
     architecture = read_architecture(path).value_model()
     model = load_model(path, layout, groups, architecture=architecture)
     if "output_layer.weight" in (parameters := local_parameters(model)):
@@ -160,7 +161,7 @@ def _value_model(path: Path, layout: str, groups: ProcessGroups) -> LanguageMode
 
 
 def _plain_critic(model: LanguageModel, experience: Experience) -> dict[str, float]:
-    """Loss and gradient norm of the first update, one sample after the other, without schedules or data parallelism."""
+    """Returns loss and gradient norm of the first update, sample by sample, without schedules or data parallelism."""
     assert experience.returns is not None
     losses = []
     for tokens, mask, returns in zip(
@@ -178,6 +179,6 @@ def _plain_critic(model: LanguageModel, experience: Experience) -> dict[str, flo
 
 
 def weights_of(trainable: TrainableModel) -> list[float]:
-    """Numbers that change with any weight: sums of each parameter, and of its squares."""
+    """Returns numbers that change with any weight: sums of each parameter, and of its squares."""
     parameters = [parameter.detach().double() for parameter in trainable.model.parameters()]
     return [float(value) for p in parameters for value in (p.sum(), p.square().sum())]

@@ -1,4 +1,4 @@
-"""What ranks do in test_communicators: overlapping roles release their groups and make them again, out of step."""
+"""The ranks of test_communicators: overlapping roles release and reopen their groups at different times."""
 
 import random
 import time
@@ -58,7 +58,8 @@ ORDER.append(Entry("save_hf", NUM_STEPS))
 
 
 def run_all_tasks() -> dict[str, Any]:
-    """The number of reductions that were right, wrong, and of groups that were made anew, with and without an end."""
+    """Returns the numbers of right reductions, wrong reductions and reopened groups, for a whole and for a stopped
+    run."""
     return {"whole": run(stop_after=None), "stopped": run(stop_after=STOP_AFTER)}
 
 
@@ -89,7 +90,7 @@ def run(stop_after: int | None, backend: str = "gloo") -> dict[str, int]:
 
 
 def use_one_group() -> list[Any]:
-    """What a group that was made three times answers, and what it says when it is closed."""
+    """Returns the answers of a group opened three times, and its message after closing."""
     rank, ranks = dist.get_rank(), (0, 2)
     groups = ProcessGroups([ranks, (0, 1, 2)], backend="gloo", timeout_s=30, reopenable=[ranks])
     if rank not in ranks:
@@ -109,7 +110,7 @@ def use_one_group() -> list[Any]:
 
 
 def release_at_once() -> int:
-    """How often a group of all ranks was made anew and given back by each as soon as it had it."""
+    """Opens a group of all ranks many times. Each rank closes it at once. Returns the number of times."""
     ranks = tuple(range(WORLD_SIZE))
     groups = ProcessGroups([ranks], backend="gloo", timeout_s=30, reopenable=[ranks])
     num_generations = 30
@@ -120,7 +121,7 @@ def release_at_once() -> int:
 
 
 def _answers(group: dist.ProcessGroup, rank: int, ranks: RankList) -> list[Any]:
-    """Every kind of call that the models and schedules make."""
+    """Makes every kind of call used by models and schedules."""
     peer = ranks[1 - ranks.index(rank)]
     gathered, scattered, received = torch.zeros(2), torch.zeros(1), torch.zeros(1)
     dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=group)

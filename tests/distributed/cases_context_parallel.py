@@ -1,5 +1,5 @@
-"""What ranks do in test_context_parallel: models of every objective whose sequences are cut among ranks, beside the
-same ones on one rank."""
+"""The ranks of test_context_parallel: models of every objective with sequences cut among ranks, and the same on one
+rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +39,9 @@ LATENT = replace(LATENT_EXPERTS, moe=None)
 EXPERTS = tiny_architecture("qwen3_moe", hidden_size=32, num_heads=8, vocab_size=61)
 LONG = LongRopeScaling((1.0, 1.5), 1.2)
 ROTATED = replace(tiny_architecture("phi3", hidden_size=32, vocab_size=61), rotary_dim=4, head_dim=8, rope_scaling=LONG)
-"""Its heads are rotated in part, and enlarged."""
+"""A model with partly rotated and enlarged heads."""
 SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
-"""Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
+"""Prompt and response tokens of the samples. Some samples have fewer tokens than four ranks have slices."""
 MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 50, 2, 0.8, 3
 
 BALANCED = schema.MoE(aux_loss_coef=0.05, z_loss_coef=0.01, bias_update_rate=0.01)
@@ -63,7 +63,7 @@ OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
     "rotated": (ROTATED, policy_loss(schema.Loss(), 40)),
 }
 Layouts = dict[str, dict[str, dict[str, Any]]]
-"""Of every objective, with settings of the model or of its training."""
+"""Settings of the model or of its training, by objective and layout."""
 
 SEQUENCE_PARALLEL, BY_HEADS = {"sequence_parallel": True}, {"cp_communication": "all_to_all"}
 FEW: Layouts = {
@@ -88,7 +88,7 @@ OTHERS: Layouts = {
 
 
 def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
-    """By "objective/layout", what this rank's model gives; the objective on one rank is objective/."""
+    """Returns the results of this rank's models by "objective/layout". The layout of one rank is ""."""
     groups, results = groups_on(GRIDS.values()), {}
     for number, (name, layouts) in enumerate(objectives.items()):
         architecture = OBJECTIVES[name][0]
@@ -102,7 +102,7 @@ def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
 
 
 def write_weights(architecture: Architecture, folder: Path) -> None:
-    """A checkpoint of random weights, the same on every rank."""
+    """Writes a checkpoint of random weights, the same on every rank."""
     folder.mkdir()
     tensors, generator = megatron_layout(architecture, Grid((0,))).tensors, torch.Generator().manual_seed(3)
     weights = {
@@ -144,10 +144,10 @@ def _train(
 
 
 def experience(name: str) -> Experience:
-    """Two samples to a group, with the fields that the objective needs."""
+    """Returns samples with the objective's fields, two to a group."""
     samples, generator = packed_experience(SHAPE), torch.Generator().manual_seed(7)
     num_tokens, vocab_size = samples.num_tokens, POLICY.vocab_size
-    likely = -3.5 - torch.rand(num_tokens, generator=generator)  # to a model that knows next to nothing
+    likely = -3.5 - torch.rand(num_tokens, generator=generator)  # for an almost untrained model
     fields = {
         "tokens": torch.randint(vocab_size, (num_tokens,), generator=generator),
         "advantages": torch.randn(num_tokens, generator=generator),

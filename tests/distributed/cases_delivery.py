@@ -1,4 +1,4 @@
-"""One engine over several ranks: each stages its own share, the first one talks to the server."""
+"""One engine over several ranks: each stages its own share, and the first one talks to the server."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ARCHITECTURE = tiny_architecture("qwen2")
 
 
 def deliver_over_ranks() -> dict[str, Any]:
-    """What each rank sees of syncs that go well, in which a rank of the server fails, and in which it dies."""
+    """Returns each rank's view of three syncs: one succeeds, in one a rank of the server fails, in one it dies."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     layout = engine_layout(ARCHITECTURE, Grid(tuple(range(tp)), tp=tp))
     server = LoadingServer(*(model_of(layout, other) for other in range(tp)))
@@ -68,13 +68,13 @@ def deliver(delivery: Delivery, rank: int, tp: int, version: int) -> None:
 
 
 def send_changes(delivery: Delivery, rank: int, tp: int, version: int) -> None:
-    """Of what each rank of the server has, some elements are wrong; no others are written."""
+    """Sends wrong values for some elements of each server rank. No other elements are written."""
     expected = share(rank, tp)
     delivery.begin()
     for part in range(delivery.num_parts):
         for name, view in delivery.tensors(part, is_kept=True).items():
             real = expected[name] != PADDING
-            assert torch.equal(view[real], expected[name][real]), "what the server has"
+            assert torch.equal(view[real], expected[name][real]), "kept values are the server's"
             view.view(-1)[0] += 1.0
         delivery.arrived(part)
     delivery.finish(version)

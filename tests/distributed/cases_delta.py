@@ -1,4 +1,4 @@
-"""Reshards that send what changed, on real ranks: after each every rank holds all that the oracle says, bit for bit."""
+"""Reshards of changed elements on real ranks. After each, every rank's tensors equal the oracle bit for bit."""
 
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -37,14 +37,14 @@ CHECKS = {
     "without native code": Settings(bucket_bytes=2**20),
 }
 SHARES = (1.0, 0.01, 0.0, 0.3, 1.0, 0.02)
-"""Of elements that change before each run."""
+"""Shares of elements changed before each run."""
 LOSES_BEFORE = 3
-"""The run before which one rank loses what it holds, so that it sends everything."""
+"""The run before which one rank loses its kept copy and must send everything."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run was like, on this rank."""
+    """The result of one run on this rank."""
 
     wrong: list[str]
     report: SyncReport
@@ -63,12 +63,12 @@ class Run:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """(placement, architecture)"""
+    """Returns pairs (placement, architecture)."""
     return list(zip(PLACEMENTS, islice(cycle(ARCHITECTURES), len(PLACEMENTS)), strict=True))
 
 
 def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """By check and placement, the runs in which this rank took part."""
+    """Returns this rank's runs by check and placement."""
     groups, results = groups_of_unions(), dict[str, dict[str, list[dict[str, Any]]]]()
     for number, (check, settings) in enumerate(CHECKS.items()):
         mode = "off" if check == "without native code" else "auto"
@@ -84,7 +84,7 @@ def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
 def runs(
     placement: str, name: str, group: dist.ProcessGroup, settings: Settings, cpu_group: dist.ProcessGroup | None = None
 ) -> list[Run]:
-    """One after another, of weights that change in between."""
+    """Runs one reshard after another, with weights that change in between."""
     source, destination = PLACEMENTS[placement]
     source_layout = megatron_layout(ARCHITECTURES[name], source)
     layouts = source_layout, engine_layout(ARCHITECTURES[name], destination, dtype=settings.dtype)
@@ -104,7 +104,7 @@ def runs(
             planned = plan(*layouts, rank, settings.ranks_per_node)
             verify(planned, *layouts, given, held, group=cpu_group or group)
         wrong = [key for key, tensor in expected.items() if lost or not same_bits(tensor, (held or {})[key])]
-        if lost:  # padding, which is in no plan, is what it became
+        if lost:  # no plan restores the padding
             wrong = [key for key in wrong if not same_bits_where_written(expected[key], (held or {})[key])]
             held = {key: tensor.clone() for key, tensor in expected.items()}
         found.append(Run(wrong, report))
@@ -112,7 +112,8 @@ def runs(
 
 
 def changed(full: Tensors, share: float, seed: int) -> Tensors:
-    """With about that share of elements changed: some by their lowest bit alone, some to a NaN or to minus zero."""
+    """Returns tensors with about this share of elements changed: some in the lowest bit only, some to NaN or minus
+    zero."""
     rng, result = np.random.default_rng(seed), {}
     for key, values in full.items():
         flat = values.astype(np.float32).reshape(-1).copy()

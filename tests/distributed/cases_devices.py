@@ -1,7 +1,7 @@
-"""What a rank does in test_devices: builds models whose role has torch's meta device.
+"""The rank of test_devices: builds models for a role on torch's meta device.
 
-Megatron's parameters are made on the current CUDA device, which is meta here, as they are on a GPU. What a library
-makes without saying where is on the CPU, and cannot hide.
+As on a GPU, Megatron makes parameters on the current CUDA device, here meta. Tensors of libraries without an explicit
+device are on the CPU, so a check finds them.
 """
 
 import types
@@ -33,11 +33,11 @@ META = torch.device("meta")
 GRIDS = {"megatron": Grid((0,)), "fsdp": Grid((0,), copies=1)}
 LORA = Lora(rank=2)
 UNTRAINABLE = "refused"
-"""What is reported of a family that backend fsdp refuses."""
+"""Report about a family that backend fsdp refuses."""
 
 
 def built(families: Sequence[str], folder: str) -> dict[str, Any]:
-    """By family and kind of model: names of tensors that are not on the role's device."""
+    """Returns the names of tensors outside the role's device, by family and kind of model."""
     groups = _groups_of_a_stand_in_device()
     found: dict[str, Any] = {}
     for family in families:
@@ -52,7 +52,7 @@ def built(families: Sequence[str], folder: str) -> dict[str, Any]:
 
 
 def left_on_the_host(family: str, folder: str) -> str:
-    """What building a model of Megatron's raises where nothing is moved."""
+    """Returns the error message of building a Megatron model without moving it to the device."""
     groups = _groups_of_a_stand_in_device()
     tiny_config(family, SHAPE).save_pretrained(folder)
     megatron.move_to_device = lambda model, device: None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""An endpoint's turns on an engine of several ranks, of which the first one alone has the mailbox."""
+"""Turns of an endpoint on an engine of several ranks. Only the first rank has the mailbox."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ SUSPENDED_AT, UPDATED_AT = 15, 25
 
 
 async def conversation(mailbox: EngineMailbox, number: int) -> list[Sample]:
-    """Every turn of it. One in three is asked for twice: the first time is given up."""
+    """Holds a conversation and returns its turns. Every third conversation requests each turn twice and drops the first
+    request."""
     sample, said = Sample(number, (number, 2), number, turn_limit=TURN_TOKENS, goes_on=True), []
     stop = ("C", "]", "KK", "S", "m") if number % 2 else ()
     for _ in range(NUM_TURNS):
@@ -44,7 +45,7 @@ async def conversation(mailbox: EngineMailbox, number: int) -> list[Sample]:
 
 
 def converse(path: str) -> dict[str, Any]:
-    """What was said on this rank, where it has the mailbox, and what its engine drew."""
+    """Returns the conversations, on the rank with the mailbox, and the samples of this rank's engine."""
     rank, group = dist.get_rank(), dist.group.WORLD
     grid = Grid(tuple(range(dist.get_world_size())), tp=dist.get_world_size())
     engine, _ = load_engine(Path(path), grid=grid, rank=rank, tp_group=group, max_running_requests=4)
@@ -84,7 +85,7 @@ def converse(path: str) -> dict[str, Any]:
 
 
 def drawn_alone(path: Path, said: Sequence[Sample]) -> list[Sample]:
-    """Each last turn once more, on an engine of one rank."""
+    """Generates each last turn again on an engine of one rank."""
     engine, _ = load_engine(path)
     return [
         engine.generate([replace(before, turn_limit=len(sample.tokens))], SAMPLINGS[sample.id % len(SAMPLINGS)])[0]

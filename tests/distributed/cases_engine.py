@@ -1,4 +1,4 @@
-"""The embedded engine under tensor parallelism: what each rank of a 4-rank job generates."""
+"""The embedded engine under tensor parallelism: samples of each rank in a 4-rank job."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,10 @@ SAMPLINGS = (
 def engine_completions(
     path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None, *, interrupted: bool = False
 ) -> list[dict[str, list[Any] | str]]:
-    """Completions of every sampling mode, and conversations, with fewer slots than requests; where `interrupted`, with
-    a suspension, in a tight budget for keys and values, another one on each rank of an engine."""
+    """Returns completions of every sampling mode and of conversations, with fewer slots than requests.
+
+    With `interrupted` generation is suspended, in a tight KV budget that differs between ranks.
+    """
     limits = {"max_context_tokens": 32, "kv_tokens": 60 + 8 * (rank % grid.tp)} if interrupted else {}
     limits |= {"max_running_requests": 5, "record_routing": read_architecture(path).moe is not None}
     engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, **limits)
@@ -47,7 +49,7 @@ def engine_completions(
 
 
 def converse(engine: EmbeddedEngine, sampling: SamplingParams, *, kept: bool) -> list[Sample]:
-    """Two turns of several conversations; `kept` says whether keys and values may be kept between them."""
+    """Returns two turns of several conversations. `kept` says whether keys and values may be kept between them."""
     sampling = replace(sampling, max_response_tokens=14)
     samples = [replace(sample, goes_on=kept) for sample in ragged_requests(6)]
     once = engine.generate([replace(sample, turn_limit=4) for sample in samples], sampling)
@@ -55,7 +57,7 @@ def converse(engine: EmbeddedEngine, sampling: SamplingParams, *, kept: bool) ->
 
 
 def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[Sample]:
-    """As `generate` of `ragged_requests`, but suspended after some steps, with new requests between them."""
+    """Generates the same requests as `generate`, but suspended after some steps, with new requests in between."""
     requests = ragged_requests()
     engine.submit(requests[:6], sampling)
     completions = [done for _ in range(4) for done in engine.step()]
@@ -66,8 +68,10 @@ def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[S
 
 
 def generate_with_tensor_parallelism(engines: list[tuple[int, int, str, bool]]) -> list[list[dict[str, Any]]]:
-    """This rank's completions on every engine: ranks of one, shares of its experts, checkpoint, whether it is
-    interrupted."""
+    """Returns this rank's completions on every engine.
+
+    An engine is given by its number of ranks, shares of experts, checkpoint, and whether it is interrupted.
+    """
     torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator
     GatheredBlocks.block_tokens = 4  # this process is the test's own
     world = tuple(range(dist.get_world_size()))

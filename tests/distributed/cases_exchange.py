@@ -36,15 +36,17 @@ def random_grid(rng: random.Random) -> Grid:
 
 
 def assert_equal(found: Shipment, expected: Shipment) -> None:
-    """In FIELDS, also where there is nothing."""
+    """Compares all FIELDS, even empty ones."""
     for name in FIELDS:
         assert torch.equal(getattr(found.experience, name), getattr(expected.experience, name)), name
     assert torch.equal(found.group_tokens, expected.group_tokens) and torch.equal(found.holders, expected.holders)
 
 
 def random_routes(num_transfers: int, seed: int = 0) -> dict:
-    """Many transfers between random grids, all posted before any is waited for, on nodes of one, two and four ranks;
-    every group arrives once and whole."""
+    """Posts many transfers between random grids before waiting for any, on nodes of one, two and four ranks.
+
+    Every group must arrive once and whole.
+    """
     exchange, _ = make_exchange()
     rng = random.Random(seed)
     transfers = []
@@ -75,12 +77,14 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
             received = exchange.wait(route)
             assert torch.equal(received.group_tokens, group_tokens)
             assert torch.equal(received.holders, assign_groups(group_tokens, route.destination.dp))
-            assert {*received.experience.present()} == {*FIELDS}, "no more than the route says, also from this rank"
+            assert {*received.experience.present()} == {*FIELDS}, (
+                "only the fields of the route arrive, even from this rank"
+            )
             for name in FIELDS:
                 assert torch.equal(getattr(received.experience, name), getattr(expected, name)), (route, name)
             num_received += 1
             num_relayed += any(sent.route is route for sent in exchange.relayed)
-            assert len(exchange.relayed) <= 1, "what was passed on before has been received, and is kept no longer"
+            assert len(exchange.relayed) <= 1, "forwarded data is released after it has been received"
     exchange.retire(list(exchange.outbox))
     exchange.finish()
     kept = len(exchange.to_self) + len(exchange.outbox) + len(exchange.relayed)
@@ -88,7 +92,7 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
 
 
 def late_source() -> dict:
-    """Rank 0 posts late: rank 1 reports the stall, naming what rank 0 does, and still receives."""
+    """Rank 0 posts late: rank 1 reports the stall with rank 0's task, and still receives."""
     exchange, job_store = make_exchange(timeout_s=30, stall_report_s=0.3)
     route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
     shipment = Shipment(make_experience([3, 4]), torch.tensor([3, 4]), torch.tensor([0, 0]))
@@ -110,8 +114,10 @@ def late_source() -> dict:
 
 
 def missing_ranks() -> str:
-    """Rank 0 never posts, and rank 2 does not pass on what it gets for its replica: ranks 1 and 3 give up in time and
-    say who is missing and what it does."""
+    """Rank 0 never posts, and rank 2 does not forward the data of its replica.
+
+    Ranks 1 and 3 must give up in time and report the missing ranks with their tasks.
+    """
     waits = dist.get_rank() in (1, 3)
     exchange, job_store = make_exchange(1.0 if waits else 30.0, stall_report_s=0.4, ranks_per_node=2)
     job_store.heartbeat.begin("generate[7] (rollout)")

@@ -1,4 +1,4 @@
-"""What ranks do in test_experts: models with experts in many parallel layouts inside one world of four ranks."""
+"""The ranks of test_experts: models with experts in many parallel layouts, in one world of four ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ NUM_STEPS = 2
 MAX_TOKENS = 80
 EXPORTED = "tp2_ep2"
 HALF = ("deepseek_v3/pp2_ep2", "mixtral/tp2_ep2_plain")
-"""What is trained in float16 as well, in layouts of all ranks."""
+"""Cases trained in float16 as well, in layouts of all ranks."""
 TOO_LARGE = schema.LossScale(initial=2.0**17)
 
 
@@ -81,8 +81,11 @@ LAYOUTS = {
 
 
 def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float]) -> dict[str, Any]:
-    """By checkpoint and layout: how it differs from transformers at first, what some optimizer steps report, and the
-    biases and log-probs after them. A model trained in layout EXPORTED is written to folder/name/trained."""
+    """Returns by checkpoint and layout: differences from transformers, reports of some steps, and final biases and
+    log-probs.
+
+    A model trained in layout EXPORTED is written to folder/name/trained.
+    """
     groups = groups_on(LAYOUTS[layout].grid for layouts in checkpoints.values() for layout in layouts)
     results: dict[str, Any] = {}
     for name, layouts in checkpoints.items():
@@ -95,7 +98,8 @@ def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float
 
 
 def _overflow(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
-    """In float16 from a loss scale that is too large for gradients: what steps report, and the biases around them."""
+    """Trains in float16 from a loss scale too large for gradients. Returns reports of steps and the changes of
+    biases."""
     model = make_trained(path, LAYOUTS[name], groups, moe, dtype="float16", loss_scale=TOO_LARGE)
     before, experience = _biases(model), share_of(path, LAYOUTS[name].grid)
     steps = [model.train_batch(experience, likelihood_loss())]
@@ -167,11 +171,11 @@ def make_trained(
 
 
 def share_of(path: Path, grid: Grid) -> Experience:
-    """Of this rank's replica: the last of several has no samples at all."""
+    """Returns the samples of this rank's replica. The last of several replicas has none."""
     tokens = load_file(path / "expected.safetensors")["tokens"]
     return of_replicas_but_one(plain_experience(LENGTHS, tokens, response_mask()), grid)
 
 
 def response_mask() -> Tensor:
-    """All but the first three tokens of a sample."""
+    """Returns a mask of all but the first three tokens of each sample."""
     return torch.cat([torch.arange(length) for length in LENGTHS]) >= 3

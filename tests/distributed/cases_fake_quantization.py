@@ -1,4 +1,4 @@
-"""What ranks do in test_fake_quantization: a model with experts, rounded in every pass, in several layouts and by both
+"""The ranks of test_fake_quantization: a model with experts, rounded in every pass, in several layouts and both
 backends."""
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.distributed.cases_training import negative_log_likelihood
 from tests.support.trained_models import by_sample, groups_on, write_state
 
 GROUP_SIZE = 16
-"""Half of the rows of an expert's last matrix, which two ranks may have a group of each."""
+"""Half of the rows of an expert's last matrix. With two ranks each may have one group."""
 ROUNDED = schema.FakeQuantization(group_size=GROUP_SIZE)
 LAYOUTS = {
     "one_rank": Layout(Grid((0,)), distributed=False),
@@ -50,8 +50,10 @@ NUM_STEPS = 2
 
 
 def rounded(path: str, gradients: str) -> dict[str, Any]:
-    """By layout and by way, of those in which this rank has a part. Weights that engines would get are written to
-    `path`/served/NAME, those that are trained to `path`/kept/NAME."""
+    """Returns this rank's results by layout and by way.
+
+    Writes the weights for engines to `path`/served/NAME and the trained ones to `path`/kept/NAME.
+    """
     groups = groups_on(of.grid for of in (*LAYOUTS.values(), *WAYS.values()))
     results: dict[str, Any] = {}
     for name in LAYOUTS:
@@ -76,7 +78,7 @@ def _in_layout(path: Path, gradients: Path, name: str, groups: ProcessGroups) ->
 
 
 def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
-    """Steps, the last of them from the state that Megatron saved before it."""
+    """Returns the reports of steps. The last step starts from the state saved by Megatron."""
     way = WAYS[name]
     model: Any = cases_fsdp.build(way, path, groups)
     _write(path, name, model, groups[way.grid.ranks], getattr(torch, way.model["dtype"]))

@@ -1,4 +1,4 @@
-"""What ranks do in test_family_logits: load every family in many parallel layouts, inside one world of four ranks."""
+"""The ranks of test_family_logits: every family in many parallel layouts, in one world of four ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ GRIDS = {
 
 
 def differences(checkpoints: dict[str, list[str]], folder: str) -> dict[str, dict[str, Any]]:
-    """By checkpoint and layout: what this rank's model differs by from transformers, and whether its parameters are
-    those of the layout. `checkpoints` maps names of folders to layouts."""
+    """Returns by checkpoint and layout the difference from transformers, and whether parameters match the layout.
+
+    `checkpoints` maps names of folders to layouts.
+    """
     groups = groups_on(GRIDS.values())
     results: dict[str, dict[str, Any]] = {}
     for name, layouts in checkpoints.items():
@@ -49,7 +51,10 @@ def _compare(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
 
 @torch.no_grad()
 def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float | None:
-    """From transformers' logits, over this replica's samples and this rank's columns; None but on the last stage."""
+    """Returns the largest difference from transformers' logits, over this replica's samples and this rank's columns.
+
+    Returns None except on the last stage.
+    """
     expected, at = load_file(path / "expected.safetensors"), grid.coordinates(dist.get_rank())
     samples = torch.arange(at.dp, len(LENGTHS), grid.dp)
     experience = plain_experience(LENGTHS, expected["tokens"]).select(samples)

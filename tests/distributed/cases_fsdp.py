@@ -1,4 +1,4 @@
-"""What ranks do in test_fsdp: one model trained by both backends, in one world of four ranks."""
+"""The ranks of test_fsdp: one model trained by both backends, in one world of four ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ from tests.support.trained_models import groups_on, load_experience, of_replica,
 NUM_STEPS = 3
 SEVERAL_MICRO_BATCHES = 110
 BEFORE = 2
-"""Updates until a state is saved; one follows."""
+"""Number of updates before a state is saved. One more follows."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained: by which backend and on how many ranks, the first ones."""
+    """The settings of a training run: backend, number of ranks (the first ones), and more."""
 
     backend: str = "fsdp"
     ranks: int = 1
@@ -49,7 +49,7 @@ class Way:
     keep_gathered: bool = False
     on_host: bool = False
     lora: dict[str, Any] | None = None
-    """Of a critic."""
+    """Settings of a critic's adapters."""
 
     @property
     def grid(self) -> Grid:
@@ -70,7 +70,7 @@ WAYS = {
     "cp2_dp2": Way(ranks=4, cp=2),
     "cp4": Way(ranks=4, cp=4),
 }
-"""All have the same numbers as MEGATRON."""
+"""Ways with the same numbers as MEGATRON."""
 TIED = ("ranks3", "cp2_dp2")
 EVALUATED = ("ranks1", "ranks3", "on_host", "cp4", "critic_cp2")
 OTHERS = {
@@ -88,12 +88,14 @@ WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2, samples=12
 
 
 QUICK = ("ranks1", "ranks3", "on_host", "copies2", "cp2_dp2", "critic")
-"""What the default suite sees of all these, and a model of a family beside them."""
+"""Ways in the default suite, beside a model of one more family."""
 
 
 def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
-    """What each way gives, of those that are quick or of those that are slow; where a rank has no part in it, nothing.
-    With a tied checkpoint those as well."""
+    """Returns the results of all quick or all slow ways, None without a part of this rank.
+
+    Includes the ways of a tied checkpoint if there is one.
+    """
     paths = {name: Path(path) for name, path in checkpoints.items()}
     pairs = (way for pair in OTHERS.values() for way in pair)
     groups = groups_on(way.grid for way in (MEGATRON, *WAYS.values(), *pairs))
@@ -122,7 +124,7 @@ def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
 
 
 def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> dict[str, Any] | None:
-    """Updates, and where it `evaluates` what the model says before and after them."""
+    """Returns the updates' reports, and with `evaluates` the log-probs before and after them."""
     if dist.get_rank() not in way.grid.ranks:
         return None
     model, experience = build(way, path, groups), share_of(way, path)
@@ -142,7 +144,7 @@ def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> 
 
 
 def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] | None:
-    """Differences from transformers' log-probs, loss and gradient norm."""
+    """Returns the differences from transformers' log-probs, loss and gradient norm."""
     if dist.get_rank() not in way.grid.ranks:
         return None
     expected = load_file(path / "expected.safetensors")
@@ -163,7 +165,7 @@ def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None 
 
 
 def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
-    """A model in evaluation alone: its difference from transformers' log-probs, and the types that it holds."""
+    """Returns the difference of a frozen model from transformers' log-probs, and the dtypes of its tensors."""
     if dist.get_rank() not in way.grid.ranks:
         return None
     expected = load_file(path / "expected.safetensors")["logprobs"]
@@ -235,7 +237,8 @@ STATES = {
 
 
 def states(checkpoint: str, folder: str) -> dict[str, Any]:
-    """A run that is saved and goes on in another way, and back in the first, beside one that just goes on."""
+    """Saves a run, continues it in another way and back in the first, and returns the reports beside an unbroken
+    run's."""
     path = Path(checkpoint)
     groups = groups_on(way.grid for pair in STATES.values() for way in pair)
     return {name: _continued(*STATES[name], path, groups, Path(folder, name)) for name in STATES}
@@ -247,7 +250,7 @@ def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: 
         first, experience = build(way, path, groups), share_of(way, path)
         for _ in range(BEFORE):
             step(first, way, experience)
-        send_away(first)  # the state is saved wherever it lies
+        send_away(first)  # the state can be saved from the host too
         _save(first, folder / "first")
         for name, part in first.parts.items():
             part.allocate()
@@ -264,7 +267,7 @@ def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: 
 
 
 def _save(model: TrainedModel, folder: Path, meanwhile: Callable[[], Any] = lambda: None) -> Any:
-    """The second time, into the memory of the first; what is saved is read after `meanwhile`. The result is its."""
+    """Saves the state twice into the same memory and writes it after `meanwhile`. Returns the result of `meanwhile`."""
     first = dict(model.save_state().tensors)
     saved = model.save_state()
     result = meanwhile()

@@ -1,4 +1,4 @@
-"""What ranks do in test_group_messages."""
+"""The ranks of test_group_messages."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rltrain.runtime.group_messages import broadcast_bytes, broadcast_json, gath
 
 
 def tell(sizes: list[int], values: list[Any], source: int) -> dict[str, Any]:
-    """Returns what this rank got of messages of these sizes, of JSON values, and of all ranks' bytes and rows."""
+    """Returns the received messages of these sizes, the JSON values, and all ranks' bytes and rows."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     mine = [bytes([rank]) * size for size in sizes]

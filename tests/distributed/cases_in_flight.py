@@ -1,4 +1,4 @@
-"""Cases for test_in_flight.py: an actor, and engines without a model, that follow the order of an asynchronous run."""
+"""Cases for test_in_flight.py: an actor and engines without models follow the order of an asynchronous run."""
 
 import random
 import time
@@ -43,7 +43,7 @@ ORDER = build_order(CONFIG, resolve_placement(CONFIG.placement, NUM_RANKS, NUM_R
 
 
 class Rank:
-    """A weight sync is a barrier of all ranks; pauses of random length stand for everything else."""
+    """One rank. A weight sync is a barrier of all ranks; pauses of random length replace all other work."""
 
     def __init__(self) -> None:
         world = join_world(60.0)
@@ -88,7 +88,7 @@ class Rank:
             self.loop.groups.engine.policy_version = ORDER[position].step
 
     def act(self) -> None:
-        """Train on a step once all engines have handed it over; come to a sync, announce it and wait."""
+        """Trains on a step after all engines have handed it over. Announces each sync and waits for it."""
         for position, entry in ORDER.items():
             if entry.name == "update":
                 due = (entry.step + 1) * (NUM_RANKS - 1)
@@ -117,7 +117,7 @@ class Rank:
         self.store.add("handed over", 1)
 
     def serve_for(self, seconds: float) -> None:
-        """A wait for others, as in the exchange."""
+        """Waits for other ranks, as the exchange does."""
         end = time.monotonic() + seconds
         poll(PATIENCE, lambda: time.monotonic() >= end or None, "a while", [], serve=self.in_flight.join_if_due)
 

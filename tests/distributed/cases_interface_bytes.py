@@ -1,4 +1,4 @@
-"""Cases for test_interface_bytes.py: what hosts' interfaces carried when weights and experience moved."""
+"""Cases for test_interface_bytes.py: traffic of hosts' interfaces during weight syncs and exchanges."""
 
 import ctypes
 import os
@@ -32,21 +32,23 @@ FIELDS = ("group_ids", "lengths", "tokens", "rollout_logprobs")
 NUM_GROUPS, SAMPLES_PER_GROUP, LENGTH_TOKENS = 8, 4, 4096
 
 Bytes = dict[str, list[int]]
-"""Of every host: what came to its interface and what left by it, or ought to."""
+"""Measured or expected bytes of every host, received and sent."""
 
 
 def every_way(hosts: list[list[str]]) -> dict[str, dict[str, Bytes]]:
-    """Of a weight sync and of exchanges what was counted and what ought to be, by host; `hosts` are the beginnings of
-    commands that run in their networks."""
+    """Returns the measured and expected bytes of a weight sync and of exchanges, by host.
+
+    `hosts` are the beginnings of commands that run in the hosts' networks.
+    """
     rank, node = dist.get_rank(), dist.get_rank() // RANKS_PER_NODE
     job_store = JobStore(join_world(60.0))
-    assert job_store.world.background, "connects before this rank moves"
+    assert job_store.world.background, "the store connects before this rank changes its network"
     enter_network(hosts[node][-1])
     group = dist.new_group()
 
     def counted(move: Callable[[], None]) -> Bytes:
         before = interface_bytes(hosts[node])
-        dist.barrier()  # over a group that was made before: these bytes are on no interface
+        dist.barrier()  # over an older group: its bytes use no interface of the hosts
         move()
         dist.barrier()
         mine = [now - then for now, then in zip(interface_bytes(hosts[node]), before, strict=True)]
@@ -73,7 +75,7 @@ def every_way(hosts: list[list[str]]) -> dict[str, dict[str, Bytes]]:
 
 
 def enter_network(namespace: str) -> None:
-    """This thread, and those that it starts from now on, open their sockets on that host."""
+    """Makes this thread, and all threads started later, open their sockets on that host."""
     with Path("/var/run/netns", namespace).open() as of_host:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(of_host.fileno(), CLONE_NEWNET):
@@ -82,7 +84,7 @@ def enter_network(namespace: str) -> None:
 
 
 def interface_bytes(host: list[str]) -> tuple[int, int]:
-    """(received, sent) until now."""
+    """Returns (received, sent) bytes so far."""
     files = [f"/sys/class/net/{INTERFACE}/statistics/{way}_bytes" for way in ("rx", "tx")]
     done = subprocess.run([*host, "cat", *files], capture_output=True, text=True, check=True)
     received, sent = map(int, done.stdout.split())
@@ -107,7 +109,7 @@ def layouts():
 
 
 def weights_due(num_hosts: int) -> Bytes:
-    """Every host of engines gets the model once."""
+    """Returns the expected bytes: every engine host gets the model once."""
     due: Bytes = {"received": [0] * num_hosts, "sent": [0] * num_hosts}
     for (sender, receiver), num_bytes in traffic(*layouts(), RANKS_PER_NODE).items():
         if sender // RANKS_PER_NODE != receiver // RANKS_PER_NODE:
@@ -132,7 +134,7 @@ GROUP_TOKENS = torch.full((NUM_GROUPS,), SAMPLES_PER_GROUP * LENGTH_TOKENS)
 
 
 def of_engine(engine: int) -> Experience:
-    """What it has drawn of the step."""
+    """Returns the engine's samples of the step."""
     step = whole_step()
     return step.select(torch.nonzero(step.group_ids % ENGINES.dp == engine).flatten())
 
@@ -151,7 +153,7 @@ def move_experience(exchange: Exchange, route: Route) -> None:
 
 
 def experience_due(destination: Grid, num_hosts: int) -> Bytes:
-    """Every field once for each replica and host that the replica is on."""
+    """Returns the expected bytes: every field once for each replica and each of its hosts."""
     due: Bytes = {"received": [0] * num_hosts, "sent": [0] * num_hosts}
     replicas = assign_groups(GROUP_TOKENS, destination.dp)
     for engine, rank in enumerate(ENGINES.owners()):

@@ -1,4 +1,4 @@
-"""What ranks do in test_interleaved: models of two stages whose chunks take turns, beside the same ones on one rank."""
+"""The ranks of test_interleaved: models of two stages with alternating chunks, and the same models on one rank."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -25,12 +25,12 @@ GRIDS = {
     "vpp2_cp2_ep2": Grid(WORLD, pp=2, vpp=2, cp=2, ep=2),
 }
 MICRO_BATCH_TOKENS = (60, 10_000)
-"""Of 12 samples, which make 6 or 2 micro-batches, in rounds of two."""
+"""12 samples make 6 or 2 micro-batches, in rounds of two."""
 NUM_STEPS = 2
 
 
 def trained(checkpoints: dict[str, str], layouts: dict[str, list[str]]) -> dict[str, Any]:
-    """By checkpoint/layout/tokens in a micro-batch: what steps report, and log-probs behind them."""
+    """Returns by checkpoint/layout/micro-batch tokens the reports of steps and the log-probs after them."""
     groups = groups_on([*GRIDS.values(), Grid((0,))])
     results: dict[str, Any] = {}
     with mock.patch.dict(cases_training.GRIDS, GRIDS):
@@ -45,8 +45,11 @@ def trained(checkpoints: dict[str, str], layouts: dict[str, list[str]]) -> dict[
 
 
 def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
-    """With so many layers of a chunk recomputed: how often this rank's layers ran forward in one step, by layer in the
-    whole model, and the micro-batches of that step."""
+    """Trains one step with `layers` layers of a chunk recomputed.
+
+    Returns the number of forward runs of this rank's layers, by layer in the whole model, and the number of
+    micro-batches.
+    """
     groups = groups_on([GRIDS[layout]])
     if dist.get_rank() not in GRIDS[layout].ranks:
         return {}

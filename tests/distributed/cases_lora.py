@@ -1,4 +1,4 @@
-"""What ranks do in test_lora: adapters of tiny models in many parallel layouts inside one world of four ranks."""
+"""The ranks of test_lora: adapters of tiny models in many parallel layouts, in one world of four ranks."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3_5": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *TARGETS[:3]), ("tp1",)),
     "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp2",)),
 }
-"""Others: targets and layouts."""
+"""Targets and layouts of other families."""
 QUICK_TRAINED, SLOW_TRAINED = ("tp1", "tp2_dp2_sp", "tp2_pp2"), ("tp1", "tp4", "pp2_dp2")
 OF_EXPERTS = ("one_rank", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
 BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
@@ -52,11 +52,11 @@ LEARNING: dict[str, dict[str, Any] | None] = {
     "gates with dropout": {"rank": 4, "targets": ["gate_proj"], "dropout": 0.1},
 }
 KEPT_ROWS = 64
-"""Tokens of the shorter of two samples; a multiple of what micro-batches are padded to."""
+"""Tokens of the shorter of two samples; a multiple of the padding of micro-batches."""
 
 
 def quick_cases(dense: str, folder: str) -> dict[str, Any]:
-    """Checks of a dense model, by name; a rank reports those in which it took part."""
+    """Returns this rank's checks of a dense model, by name."""
     groups = _groups()
     results = _of_family("qwen3", TARGETS, FROM_PEFT, groups, Path(folder))
     results |= {f"trained/{layout}": _train(Path(dense), layout, groups) for layout in QUICK_TRAINED if _joins(layout)}
@@ -68,7 +68,7 @@ def quick_cases(dense: str, folder: str) -> dict[str, Any]:
 
 
 def slow_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
-    """Checks of more layouts, other families and experts."""
+    """Returns this rank's checks of more layouts, other families and experts."""
     groups = _groups()
     results: dict[str, Any] = {}
     for family, (targets, layouts) in FAMILIES.items():
@@ -153,7 +153,8 @@ def _steps(model: TrainableModel, experience: Experience, count: int) -> list[di
 
 
 def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
-    """The steps after the first two, gone on with, and from saved states in the same layout and another one."""
+    """Returns the steps after the first two: continued, and resumed from saved states in the same and another
+    layout."""
     model = adapted(load_model(path, SAVED, groups))
     experience = share_of(load_experience(path), SAVED)
     _steps(model, experience, 2)
@@ -183,7 +184,7 @@ def _by_backend(
 
 
 def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path) -> dict[str, Any]:
-    """Of either backend: steps, from the state that Megatron saved after the first, and what is merged afterwards."""
+    """Trains with either backend from the state saved by Megatron after the first step, and merges afterwards."""
     experience = cases_fsdp.share_of(way, path)
     model: Any = cases_fsdp.build(way, path, groups)
     base = model.adapted.base.evaluate(experience, max_tokens=MAX_TOKENS)
@@ -204,7 +205,7 @@ def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path
 
 
 def _drop(path: Path, groups: ProcessGroups, recompute: str) -> dict[str, Any]:
-    """Steps with dropout, and whether torch's generator has drawn nothing meanwhile."""
+    """Returns steps with dropout, and whether torch's generator stayed unused."""
     before = torch.get_rng_state()
     lora = LORA.model_copy(update={"dropout": 0.3})
     model = adapted(load_model(path, "tp2_sp", groups, recompute=recompute), lora)
@@ -221,8 +222,11 @@ def _train_experts(path: Path, name: str, groups: ProcessGroups) -> list[dict[st
 
 
 def _kept_by_autograd(path: Path, groups: ProcessGroups) -> dict[str, float]:
-    """By backend and what learns, the bytes of a token that a forward pass keeps for backward, weights left out: what
-    twice as long a sample keeps beyond the first."""
+    """Returns the bytes per token that a forward pass keeps for backward, without weights, by backend and trained
+    parts.
+
+    This is the difference between a sample and one of twice its length.
+    """
     found = {}
     for backend, (name, lora) in product(("megatron", "fsdp"), LEARNING.items()):
         model = cases_fsdp.build(cases_fsdp.Way(backend, model={"lora": lora}), path, groups)
@@ -232,7 +236,7 @@ def _kept_by_autograd(path: Path, groups: ProcessGroups) -> dict[str, float]:
 
 
 def kept_bytes(model: Any, times: int) -> int:
-    """What a forward pass of so many times KEPT_ROWS tokens keeps for backward, beside parameters."""
+    """Returns the bytes that a forward pass of `times` * KEPT_ROWS tokens keeps for backward, without parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters.values()}
     held, places = dict[int, Any](), torch.arange(times * KEPT_ROWS)
     one_sample = plain_experience([len(places)], places % VOCAB_SIZE, places > 0)

@@ -1,4 +1,4 @@
-"""What ranks do in test_megatron_checkpoint: megatron-core's own code loads what was written here, and writes."""
+"""The ranks of test_megatron_checkpoint: megatron-core loads checkpoints written by rltrain, and writes others."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -39,7 +39,7 @@ FUSED_NORMS = {
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
     },
 }
-"""By whether attention is latent: the norms that Transformer Engine's linear layers begin with."""
+"""The norms fused into Transformer Engine's linear layers, by whether attention is latent."""
 
 
 QUEUE = next(
@@ -49,11 +49,12 @@ QUEUE = next(
 
 
 def load_and_save(folder: str, layouts: dict[str, list[str]], save_as: str) -> dict[str, Any]:
-    """By "checkpoint/layout": which parameters differ between files loaded by megatron-core and by load_parameters.
+    """Compares checkpoints loaded by megatron-core with rltrain's.
 
-    By checkpoint: the keys and global shapes of the tensors that megatron-core has for the model, and the keys of what
-    is no tensor: its own layers have extra states too, which are empty. The model at the last layout of each is written
-    by megatron-core into the folder `save_as` of the checkpoint.
+    Returns by "checkpoint/layout" the parameters that differ between megatron-core's load and load_parameters. Returns
+    by checkpoint the keys and global shapes of megatron-core's tensors, and the keys of other objects. Its own layers
+    have empty extra states too. The model in the last layout of each checkpoint is written by megatron-core to its
+    folder `save_as`.
     """
     groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
@@ -75,7 +76,7 @@ def _model(path: Path, name: str, grid: Grid, groups: ProcessGroups) -> Language
 
 
 def _load(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups) -> None:
-    """As Megatron-LM does, with every weight destroyed before."""
+    """Loads as Megatron-LM does, after overwriting every weight with NaN."""
     for tensor in local_parameters(model).values():
         tensor.detach().fill_(float("nan"))
     metadata = dist_checkpointing.load_content_metadata(str(folder))
@@ -91,9 +92,9 @@ def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups)
     sharded = _sharded_state_dict(model, metadata, grid, groups)
     with (
         mock.patch.object(torch.cuda, "synchronize", lambda: None),
-        # A server process that outlives ranks, and with them the pipes of the test, otherwise holds this queue.
+        # The default queue belongs to a server process. It outlives the ranks and holds the pipes of the test.
         mock.patch.object(filesystem_async, QUEUE, queue.Queue),
-        mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # it wants psutil
+        mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # it needs psutil
     ):
         dist_checkpointing.save({"model": sharded, "args": None, "iteration": ITERATION}, str(folder))
     apply_factories(sharded)
@@ -107,9 +108,9 @@ def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups)
 def _sharded_state_dict(
     model: LanguageModel, metadata: dict[str, Any], grid: Grid, groups: ProcessGroups
 ) -> ShardedStateDict:
-    """Returns the keys that Transformer Engine's modules have, as megatron-core gives them to its local ones too.
+    """Returns Transformer Engine's keys for megatron-core's local modules.
 
-    Models of Megatron leave out the extra state of the output layer, which is empty.
+    Megatron's models leave out the empty extra state of the output layer.
     """
     replica = grid.coordinates(dist.get_rank()).dp
     with mock.patch.object(parallel_state, "get_data_parallel_rank", lambda **unused: replica):
@@ -121,7 +122,7 @@ def _sharded_state_dict(
 
 
 def _with_te_names(architecture: Architecture, key: str) -> str:
-    """`key` of a module of megatron-core's own, as the layer norms that Transformer Engine fuses are called."""
+    """Returns `key` of a local module with the names of Transformer Engine's fused layer norms."""
     numbered = re.match(r"decoder\.layers\.(\d+)\.", key)
     sparse = numbered is not None and architecture.sparse_layers[int(numbered[1])]
     for own, fused in (

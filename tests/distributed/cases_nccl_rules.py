@@ -1,4 +1,5 @@
-"""What ranks do in test_nccl_rules: reshards, pipelines and reopened groups under NCCL's rules; and breaches."""
+"""The ranks of test_nccl_rules: reshards, pipelines and reopened groups under NCCL's rules, and breaches of the
+rules."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +24,15 @@ from tests.support.trained_models import load_experience, of_replica
 WORLD = (0, 1, 2, 3)
 PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}
 KEPT = "pp4"
-"""The pipeline whose groups stay as they are. Those of the others are made anew between updates."""
+"""The pipeline with permanent groups. The groups of the others are reopened between updates."""
 NUM_STEPS, NUM_SAMPLES, NUM_MICRO_BATCH_TOKENS = 2, 6, 60
 DELTA_PLACEMENTS = ("disaggregated tp2 -> tp1 dp2", "one rank feeds all")
 RANK_1_HAS_NOTHING_TO_SEND = Grid((0, 1, 2)), Grid((0, 3))
-"""With two ranks to a node: rank 3 is fed by rank 2."""
+"""With two ranks to a node, rank 2 feeds rank 3."""
 
 
 def all_cases(checkpoint: str) -> dict[str, Any]:
-    """Every check, by name; a rank reports those in which it took part."""
+    """Returns this rank's checks by name."""
     nccl_rules.install()
     results: dict[str, Any] = {}
     for kept in ("kept", "reopened"):
@@ -45,7 +46,8 @@ def all_cases(checkpoint: str) -> dict[str, Any]:
 
 
 def reshards(*, reopened: bool) -> dict[str, Any]:
-    """Every other placement, in many rounds; `reopened`: the others, and the group is made anew before each run."""
+    """Runs every other placement in many rounds. With `reopened`, runs the remaining ones, each with a reopened
+    group."""
     pairs = pairs_of("one bucket")[reopened::2]
     cases = [(ARCHITECTURES[name], PLACEMENTS[placement], Settings(2048)) for placement, name in pairs]
     cases.append((ARCHITECTURES["llama"], RANK_1_HAS_NOTHING_TO_SEND, Settings(2048, ranks_per_node=2)))
@@ -75,7 +77,7 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
 
 
 def deltas() -> list[dict[str, Any]]:
-    """Runs that send what changed, whose messages both ends must know the lengths of."""
+    """Runs delta reshards. Both ends must know the lengths of their messages."""
     cases = [(placement, name) for placement, name in pairs_of("one bucket") if placement in DELTA_PLACEMENTS]
     groups = ProcessGroups(sorted({union_of(placement) for placement, _ in cases}), backend="nccl", timeout_s=60)
     found = []
@@ -87,7 +89,7 @@ def deltas() -> list[dict[str, Any]]:
 
 
 def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bool) -> list[float]:
-    """Of some updates of one model; `reopened`: its groups are made anew before each of them."""
+    """Returns the losses of some updates of one model. With `reopened` its groups are reopened before each."""
     lists = group_lists({"actor": grid})
     groups = ProcessGroups(lists, backend=backend, timeout_s=60, reopenable=lists if reopened else ())
     if dist.get_rank() not in grid.ranks:
@@ -106,7 +108,7 @@ def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bo
 
 
 def broken_rules() -> dict[str, str]:
-    """What each rank is told where NCCL would hang or move wrong bytes."""
+    """Returns each rank's error for calls that would make NCCL hang or move wrong bytes."""
     nccl_rules.install(limit_s=2.0)
     breaches = (
         a_message_over_a_subclass,
@@ -136,7 +138,7 @@ def _told(breach: Callable[[], None]) -> str:
 
 
 def _exchange(group: dist.ProcessGroup, sent: int = 4, received: int = 4) -> None:
-    """Send to the other rank and receive from it, issued together."""
+    """Sends to the other rank and receives from it in one batch."""
     peer = WORLD[1 - dist.get_rank()]
     operations = [
         dist.P2POp(dist.isend, torch.zeros(sent), peer, group),
@@ -207,7 +209,7 @@ def a_communicator_that_some_destroy() -> None:
 
 
 def released_one_after_the_other() -> list[float]:
-    """Rank 1 releases a communicator, and opens it again, after what rank 0 does once it has released it: sums."""
+    """Rank 1 closes and reopens a communicator after rank 0 has closed it. Returns sums over the communicator."""
     nccl_rules.install(limit_s=5.0)
     groups = ProcessGroups([(0, 1)], backend="nccl", timeout_s=60, reopenable=[(0, 1)])
     sums, token = [], torch.zeros(1)

@@ -1,4 +1,4 @@
-"""What ranks do in test_offload: a model is trained, scored and pushed off the device between its tasks."""
+"""The ranks of test_offload: a model is trained, scored and moved off the device between its tasks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ WAYS = {
     for dtype in ("float32", "bfloat16")
     for kind in ("plain", "distributed")
 }
-"""Element type of the weights, kind of optimizer."""
+"""Dtype of the weights, and whether the optimizer is distributed."""
 LEAVES, SWAPPED, AHEAD = "leaves", "leaves_with_swapped_reference", "leaves_fetched_ahead"
 STAYS_SWAPPED = "stays_with_swapped_reference"
 MODES = {
@@ -41,7 +41,7 @@ MODES = {
     "bfloat16/distributed": ("stays", LEAVES, SWAPPED, AHEAD, STAYS_SWAPPED),
 }
 STEP = ("generate", "reference_logprobs", "actor_logprobs", "accumulate", "generate", "accumulate", "update")
-"""Gradients of the first half of a mini-batch are away while the engine decodes."""
+"""Gradients of the first half of a mini-batch are off the device while the engine decodes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rank:
             optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1),
             micro_batch_tokens=MAX_TOKENS,
             distributed_optimizer=distributed_optimizer,
-            overlap=mode.startswith("leaves"),  # as on GPUs, where roles leave
+            overlap=mode.startswith("leaves"),  # as on GPUs with offloaded roles
         )
         self.actor = TrainableModel(model, settings, total_updates=NUM_STEPS)
         self.residency.admit("actor", self.actor.parts)
@@ -118,7 +118,7 @@ class Rank:
         return sum(e.name == "accumulate" and e.step == step for e in self.order[:position])
 
     def _away_is_empty(self, task: str) -> bool:
-        """Whether all parts that the task does not need hold no memory, and those that it needs hold theirs."""
+        """Returns whether the task's own parts hold their memory and all other parts hold none."""
         parts = self.residency.parts
         needed = {key for key in needs_of(task).parts if key in parts}
         beneath = {id(parts[key].beneath) for key in needed}
@@ -128,7 +128,7 @@ class Rank:
         )
 
     def _digest_of_states(self) -> str:
-        """Of what is away too: bring it back."""
+        """Returns a digest of the optimizer states. Brings offloaded parts back first."""
         for name in ("master_weights", "optimizer"):
             part = self.residency.parts["actor", name]
             if part.place == "host":
@@ -141,7 +141,7 @@ class Rank:
 
 
 def train_in_every_way(path: str) -> dict[str, Any]:
-    """What was seen by way, then by mode."""
+    """Returns the observations by way, then by mode."""
     groups, experience = groups_on([GRID]), of_replica(load_experience(Path(path)), GRID)
     with uneven_products():
         return {

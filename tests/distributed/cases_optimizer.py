@@ -1,4 +1,4 @@
-"""What ranks do in test_optimizer: updates by optimizers whose states lie elsewhere, are smaller, or are Muon's."""
+"""The ranks of test_optimizer: updates by optimizers with offloaded or smaller states, and by Muon."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,14 +45,14 @@ UPDATES = BEFORE + AFTER
 OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)
 SMALL = (("moments_dtype", "bfloat16"),)
 NEWTON_SCHULZ_STEPS = 6
-"""Other than the default."""
+"""A value other than the default."""
 MUON = (("name", "muon"), ("muon", Muon(newton_schulz_steps=NEWTON_SCHULZ_STEPS)))
 EQUAL = {
     "fp32": Way(tp=2, dp=2),
     "bf16_plain": Way(dp=2, dtype="bfloat16", distributed=False),
     "bf16_overlap": Way(dp=4, dtype="bfloat16", overlap=True),
 }
-"""In which the place of the states changes no bit."""
+"""Ways in which the place of the states changes no bit."""
 SAVED = {
     "half_offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=HALF), away=True),
     "offload_fp32": Case(Way(dp=2, optimizer=OFFLOAD), away=True),
@@ -79,7 +79,7 @@ EXPERT_LAYOUTS = {
 
 
 def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
-    """Weights and losses with the states on the device and on the host, and runs that are saved and go on."""
+    """Returns weights and losses with the states on the device and on the host, and those of saved and resumed runs."""
     path, seen = Path(checkpoints["qwen3"]), dict[str, Any]()
     cases = {name: Case(way) for name, way in EQUAL.items()}
     groups = groups_of({**cases, **SAVED})
@@ -95,12 +95,13 @@ def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
 
 
 def held(run: Run) -> dict[str, list[int]]:
-    """Bytes of each part on the device and on the host."""
+    """Returns the bytes of each part on the device and on the host."""
     return {name: [part.device_bytes, part.host_bytes] for name, part in run.trained.parts.items()}
 
 
 def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool) -> dict[str, Any]:
-    """Runs with Muon in several layouts: their metrics, and on rank 0 the weights that they come to."""
+    """Runs Muon in several layouts and returns the metrics, on rank 0 also the differences between the final
+    weights."""
     path, seen = Path(checkpoints[kind]), dict[str, Any]()
     ways = EXPERT_LAYOUTS if experts else LAYOUTS
     cases = {name: Case(way, checkpoint=kind) for name, way in ways.items()}
@@ -144,7 +145,7 @@ def refusal(case: Case, path: Path, groups: Any, folder: Path) -> str:
 
 
 def whole_weights(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
-    """By the names of the checkpoint."""
+    """Returns the weights by their names in the checkpoint."""
     layout = layout_of(case, Way(), path)
     on = layout.on(0)
     flats = [torch.zeros(shape).view(-1) for _, shape in on.parameters]
@@ -165,9 +166,9 @@ def weights_of(path: Path) -> list[tuple[str, Tensor]]:
 
 
 def by_transformers(path: Path) -> dict[str, Tensor]:
-    """The same updates by transformers' model, torch's AdamW and numpy's singular values."""
+    """Does the same updates with transformers' model, torch's AdamW and numpy's singular values."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model.get_input_embeddings().padding_idx = None  # the pad token is learned as any other token is
+    model.get_input_embeddings().padding_idx = None  # the pad token is learned like any other token
     samples = load_file(path / "experience.safetensors")
     named = dict(model.named_parameters())
     moved = {n: p for n, p in named.items() if n.endswith("_proj.weight")}
@@ -198,7 +199,7 @@ def by_transformers(path: Path) -> dict[str, Tensor]:
 
 
 def of_singular_values(matrix: np.ndarray) -> np.ndarray:
-    """What some passes of the polynomial make of each singular value, the vectors being as they are."""
+    """Applies some passes of the polynomial to each singular value and keeps the singular vectors."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.linalg.norm(matrix)
     a, b, c = COEFFICIENTS
@@ -208,7 +209,7 @@ def of_singular_values(matrix: np.ndarray) -> np.ndarray:
 
 
 def loss_of_samples(model: torch.nn.Module, samples: dict[str, Tensor]) -> Tensor:
-    """Over the samples that one replica alone has."""
+    """Returns the mean loss over the samples of a single replica."""
     lengths = samples["lengths"].tolist()[:8]
     starts = np.cumsum([0, *lengths])
     total, count = torch.zeros(()), 0.0
@@ -232,7 +233,8 @@ OFFLOADED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def activations(checkpoints: dict[str, str]) -> dict[str, list[Any]]:
-    """Updates and weights with activations on the device, and with all of them on the host, and tensors that were."""
+    """Returns updates and weights with activations on the device and on the host, and the numbers of offloaded
+    tensors."""
     path, seen = Path(checkpoints["qwen2_tied"]), dict[str, list[Any]]()
     groups = groups_on(GRIDS[layout] for layout, _ in OFFLOADED)
     for layout, settings in OFFLOADED:
@@ -250,7 +252,7 @@ def activations(checkpoints: dict[str, str]) -> dict[str, list[Any]]:
 
 @contextmanager
 def noted_copies() -> Iterator[list[int]]:
-    """Bytes of every tensor that goes to the host."""
+    """Yields the bytes of every tensor copied to the host."""
     copies: list[int] = []
     save = activation_offload.Kept.save
 

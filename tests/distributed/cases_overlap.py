@@ -1,4 +1,4 @@
-"""What ranks do in test_overlap: the same optimizer steps with data-parallel communication beside computing, or not."""
+"""The ranks of test_overlap: the same optimizer steps with and without overlap of data-parallel communication."""
 
 import math
 from collections.abc import Iterator
@@ -38,15 +38,15 @@ WAYS = {
     "tp2_dp2/sharded": ("tp2_dp2", "qwen3", {}),
     "pp2_dp2/tied": ("pp2_dp2", "qwen2_tied", {}),
 }
-"""Layout, checkpoint, and how it is trained."""
+"""Layout, checkpoint, and settings of training."""
 BUCKET_MB = 0.05
-"""Such that the tiny model has several buckets."""
+"""Gives the tiny model several buckets."""
 NUM_SAMPLES, MAX_TOKENS = 6, 60
 MAX_SKIPPED = 2
 
 
 def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
-    """By way what this rank saw, with overlap and without."""
+    """Returns by way this rank's results, with overlap and without."""
     groups, results = groups_on(GRIDS.values()), dict[str, Any]()
     with mock.patch.dict(cases_training.GRIDS, GRIDS), uneven_products():
         for name, (layout, checkpoint, settings) in WAYS.items():
@@ -65,7 +65,8 @@ def _run(
     distributed_optimizer: bool = True,
     **settings: Any,
 ) -> Iterator[tuple[str, Any]]:
-    """Mini-batches of which some replicas have no share, a step in parts, and one that fails; what the model says."""
+    """Trains on mini-batches with empty shares, in a step of several parts and in a failing step. Yields the log-probs
+    too."""
     trainable = in_training(
         load_model(path, layout, groups, **settings),
         updates=8,
@@ -108,7 +109,7 @@ def _run(
 
 
 def _skips(trainable: TrainableModel, share: Experience, *, spoiled: bool) -> dict[str, Any]:
-    """Optimizer steps that one replica's share spoils, the second with a usual one around it."""
+    """Trains steps spoiled by one replica's share. The second has a usual part around it."""
     advantages = torch.ones(share.num_tokens)
     if spoiled:
         advantages[int(torch.nonzero(share.response_mask)[0])] = math.inf

@@ -1,4 +1,4 @@
-"""What a rank does in test_parity: trainer and engine on one checkpoint, in one process."""
+"""The rank of test_parity: trainer and engine on one checkpoint, in one process."""
 
 import io
 from pathlib import Path
@@ -35,13 +35,13 @@ def all_cases(
 
 
 def of_other(families: dict[str, str], backend: str, family: str, tensors: list[str]) -> list[tuple[bool, str]]:
-    """What is printed of the same weights, and of other ones in `tensors`."""
+    """Returns the output for the same weights, and for other weights in `tensors`."""
     path, options = Path(families[family]), ("--backend", backend, "--threshold", "1e-4")
     return [printed(path, served, *options) for served in (path, with_other_weights(path, tensors))]
 
 
 def printed(path: Path, served: Path, *options: str) -> tuple[bool, str]:
-    """Whether the tool finds trainer and engine alike in fp32, and what it prints."""
+    """Returns whether the tool finds trainer and engine alike in fp32, and its output."""
     arguments = [str(path), "--engine-checkpoint", str(served), "--dtype", "float32", "--samples", "3", *options]
     console = Console(file=io.StringIO(), width=120)
     alike = compare(parser().parse_args([*arguments, "--tokens", "16"]), console)
@@ -50,7 +50,8 @@ def printed(path: Path, served: Path, *options: str) -> tuple[bool, str]:
 
 
 def with_other_weights(path: Path, tensors: list[str]) -> Path:
-    """A copy of the checkpoint in which `tensors` have another column, or if they are vectors another element."""
+    """Returns a copy of the checkpoint in which `tensors` have another column, or another element if they are
+    vectors."""
     copy = path / "_".join(tensors)
     copy.mkdir(exist_ok=True)
     (copy / "config.json").write_text((path / "config.json").read_text())
@@ -62,7 +63,7 @@ def with_other_weights(path: Path, tensors: list[str]) -> Path:
 
 
 def noise(path: Path, residual: str | None, head: str | None) -> float:
-    """Mean difference of log-probs in bfloat16."""
+    """Returns the mean difference of log-probs in bfloat16."""
     model = schema.Model(path=str(path), dtype="bfloat16", residual_dtype=residual, head_dtype=head)
     checked, samples = Checked(model, "cpu"), random_samples(6, 40, VOCAB_SIZE)
     return logprob_difference(run_trainer(checked, samples), run_engine(checked, samples), samples).mean

@@ -1,8 +1,9 @@
-"""Trains a tiny dense model on two ranks, and runs one with experts and latent attention, once per patch of
-training.platform, without that patch.
+"""Trains a tiny dense model on two ranks, and runs one with experts and latent attention, without one patch of
+training.platform at a time.
 
-Patches last for a process, so each attempt has processes of its own, forked off once megatron-core is imported.
-Run as a script: cases_platform.py RESULTS_FILE.
+    python cases_platform.py RESULTS_FILE
+
+Patches last for a process. So each attempt has its own processes, forked after the import of megatron-core.
 """
 
 import json
@@ -28,8 +29,8 @@ from tests.distributed.cases_training import negative_log_likelihood
 from tests.support.packed_experience import plain_experience
 from tests.support.trained_models import blank_model, groups_on
 
-# Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and
-# experts dealt out to them, and cut over them, with latent attention, whose sequences are cut as well.
+# Together these need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks. The others have
+# latent attention, with experts divided among the ranks, experts cut over them, and cut sequences.
 GRID = Grid((0, 1), pp=2)
 EXPERT_GRIDS = (Grid((0, 1), ep=2), Grid((0, 1), etp=2), Grid((0, 1), cp=2))
 ARCHITECTURE = Architecture(
@@ -65,7 +66,7 @@ ATTEMPTS = ("none", *(patch.__name__ for patch in platform.PATCHES))
 
 
 def attempt_without(patch: str) -> str:
-    """The first error of two ranks that do without `patch`, or "done"."""
+    """Returns the first error of two ranks without `patch`, or "done"."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         receivers, processes = [], []

@@ -1,4 +1,4 @@
-"""What ranks do in test_prediction: a model whose layer predicts a further token, in several layouts."""
+"""The ranks of test_prediction: a model with a layer that predicts a further token, in several layouts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +59,7 @@ SAVED_IN, RESUMED_IN = "pp2", "one_rank"
 
 
 def trained(path: str, gradients: dict[str, str]) -> dict[str, Any]:
-    """By layout, of those in which this rank has a part, and by what the loss trains."""
+    """Returns this rank's results by layout and by the parts trained by the loss."""
     groups = groups_on(layout.grid for layout in LAYOUTS.values())
     results: dict[str, Any] = {}
     for name in LAYOUTS:
@@ -75,7 +75,7 @@ def trained(path: str, gradients: dict[str, str]) -> dict[str, Any]:
 
 
 def families(folder: str, layouts: dict[str, list[str]]) -> dict[str, Any]:
-    """By family and layout, of those in which this rank has a part. All of a model learns."""
+    """Returns this rank's results by family and layout. All parts of a model learn."""
     groups = groups_on(OF_FAMILIES[name].grid for names in layouts.values() for name in names)
     results: dict[str, Any] = {}
     for family, names in layouts.items():
@@ -135,7 +135,7 @@ def _train_and_save(path: Path, name: str, groups: ProcessGroups, gradients: Pat
 
 
 def _resumed(path: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """What the step reports that follows those of SAVED_IN, in another layout."""
+    """Returns the report of the next step after those of SAVED_IN, in another layout."""
     found = {}
     for way in WAYS:
         model = make_model(path, LAYOUTS[RESUMED_IN], groups, way)
@@ -145,7 +145,7 @@ def _resumed(path: Path, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def _gradients(path: Path, groups: ProcessGroups) -> dict[str, Any]:
-    """Of all samples on one rank, without the layer and with it."""
+    """Returns the gradients of all samples on one rank, without the layer and with it."""
     found = {}
     for way in ("without", *WAYS):
         predicts = way in WAYS

@@ -1,4 +1,4 @@
-"""A program in the place of launch/train.py: a job whose second node is unlike the first, as `FAULT` says."""
+"""Replaces launch/train.py: a job whose second node differs from the first as `FAULT` says."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ FAULT, NODE = os.environ["FAULT"], os.environ["GROUP_RANK"]
 
 
 def disturb() -> None:
-    """This node, before the job begins."""
+    """Changes the second node before the job begins."""
     from rltrain.runtime import machine, nodes
 
     if NODE != "1":

@@ -17,11 +17,11 @@ GRIDS = {
     "rollout": Grid((1, 2, 4, 5), tp=4),
     "reward": Grid((1, 5)),
 }
-"""Overlapping and non-contiguous; the lists that a rank is in differ in number from rank to rank."""
+"""Overlapping, non-contiguous grids. Ranks belong to different numbers of lists."""
 
 
 def reduce_over(group: dist.ProcessGroup, rank: int) -> list[int]:
-    """[sum of the members' world ranks, this rank's number in the group, the group's size]."""
+    """Returns [sum of the members' world ranks, this rank's number in the group, the group's size]."""
     total = torch.tensor(rank)
     dist.all_reduce(total, group=group)
     return [int(total), dist.get_rank(group), dist.get_world_size(group)]
@@ -36,7 +36,7 @@ def refusal(make: Callable[[], object]) -> str:
 
 
 def reduce_over_every_group(backends: list[str]) -> dict[str, object]:
-    """By backend, and under "refusals" the messages for lists that are no groups."""
+    """Returns the results by backend, and under "refusals" the messages for invalid lists."""
     refusals = {str(ranks): refusal(partial(made, [ranks])) for ranks in ((1, 0), (0, 0))}
     return {**{backend: make_and_reduce(backend) for backend in backends}, "refusals": refusals}
 

@@ -1,4 +1,4 @@
-"""FP8 syncs on real ranks: every rank compares what it holds with whole tensors, quantised and cut by formula."""
+"""FP8 syncs on real ranks. Every rank compares its parameters with whole tensors, quantised and cut by formula."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ PLACEMENTS = {
     "tp2 -> tp1 dp2 on another node": (Grid((0, 1), tp=2), Grid((2, 3)), 2),
     "pp2 -> tp2, overlapping": (Grid((1, 2), pp=2), Grid((2, 3), tp=2), 4),
 }
-"""Of an actor and a rollout; ranks per node."""
+"""Grids of an actor and a rollout; ranks per node."""
 
 # No size is a multiple of 128; with four shards every one of them cuts blocks.
 ARCHITECTURES: dict[str, Architecture] = {
@@ -50,12 +50,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 BUCKET_BYTES = 20_000
-"""Small, so that tensors, rows and blocks are cut between rounds."""
+"""A small bucket, so that tensors, rows and blocks are cut between rounds."""
 
 
 @dataclass
 class Sync:
-    """One rank's part in a sync, and what it must hold afterwards."""
+    """One rank's part in a sync, and the expected result."""
 
     source: Layout
     destination: Layout
@@ -67,7 +67,7 @@ class Sync:
     group: dist.ProcessGroup | None
 
     def wrong(self) -> list[str]:
-        """Names of parameters that are not as expected, bit for bit; those of `wanted` are wiped."""
+        """Returns the names of parameters that differ from the expected bits, and wipes those of `wanted`."""
         found = [
             name for name, tensor in self.expected.items() if not torch.equal(bits(self.wanted[name]), bits(tensor))
         ]
@@ -84,12 +84,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """As a parameter is before a sync. Padding, which no sync writes, keeps this value."""
+    """Returns a parameter as before a sync. Padding keeps this value, because no sync writes it."""
     return torch.full_like(tensor, PADDING, dtype=torch.float32).to(tensor.dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """With the NaNs that csrc/reshard.h prescribes."""
+    """Casts with the NaNs prescribed by csrc/reshard.h."""
     if x.dtype == dtype:
         return x.clone()
     result = x.to(dtype)
@@ -99,7 +99,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def model(architecture: Architecture, dtype: torch.dtype) -> Tensors:
-    """Whole tensors with values of `dtype`: in some blocks an infinity or a NaN, some zeros, magnitudes that differ."""
+    """Returns whole tensors with values of `dtype`: different magnitudes, some zeros, infinities and NaNs."""
     generator, full = torch.Generator().manual_seed(7), full_tensors(architecture)
     for number, (name, values) in enumerate(full.items()):
         magnitudes = 10.0 ** torch.randint(-3, 3, values.shape, generator=generator)
@@ -121,7 +121,7 @@ def sync(
     destination_dtype: torch.dtype = torch.float32,
     fp8: bool = False,
 ) -> Sync | None:
-    """This rank's part, None where it has none. With `fp8` the matrices of layers are quantised."""
+    """Returns this rank's part, or None if it has none. With `fp8` the matrices of layers are quantised."""
     rank, (actor, rollout, ranks_per_node) = dist.get_rank(), PLACEMENTS[placement]
     union = union_of(placement)
     if rank not in union:
@@ -154,7 +154,7 @@ def in_layer(name: str) -> bool:
 
 
 def quantised_shard(a: Architecture, full: Tensors, place: Place) -> dict[str, Tensor]:
-    """The engine's parameters in layers: whole matrices quantised, then cut; and their scales."""
+    """Returns the engine's parameters in layers: whole matrices quantised, then cut, and their scales."""
     names = [name for name in full if in_layer(name)]
     whole = {name: quantize_blocks(torch.tensor(full[name])) for name in names}
     cut = engine_shard(a, full | {name: whole[name][0].view(torch.uint8).numpy() for name in names}, place)
@@ -218,7 +218,7 @@ CASES = [
 
 
 def all_syncs() -> dict[str, dict[str, Any]]:
-    """What this rank found, by the names of all that it has a part in."""
+    """Returns this rank's results by case."""
     groups, results = make_groups(), {}
     for placement, name, kind in CASES:
         case = sync(ARCHITECTURES[name], placement, groups, **KINDS[kind])
@@ -228,8 +228,10 @@ def all_syncs() -> dict[str, dict[str, Any]]:
 
 
 def _run(case: Sync) -> dict[str, Any]:
-    """Through shared memory and over the wire, each made once and carried out twice: the second time from values and
-    magnitudes that are smaller."""
+    """Prepares a reshard through shared memory and one over the wire, and runs each twice.
+
+    The second run has smaller values and magnitudes. Full gathers give the expected results.
+    """
     found: dict[str, Any] = {"wrong before": len(case.wrong()), "compared": len(case.expected)}
     full_gather_sync(case.source, case.destination, case.held, case.wanted, case.group)
     found["full_gather"] = case.wrong()

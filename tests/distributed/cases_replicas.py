@@ -1,4 +1,4 @@
-"""What ranks do in test_replicas: a model with two shards on two replicas each, of which one bit turns over."""
+"""The ranks of test_replicas: a model with two shards on two replicas each. One bit of it flips."""
 
 from math import prod
 from types import SimpleNamespace
@@ -18,7 +18,8 @@ KINDS = {"numbers": torch.int64, "truths": torch.bool}
 
 
 def compared(dp: int) -> dict[str, str]:
-    """What is said of equal replicas, of different ones in a step without a check, and of these in a step with one."""
+    """Returns the messages of three checks: equal replicas, different replicas without a check due, and with one
+    due."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = megatron_layout(tiny_architecture("qwen3"), Grid(tuple(range(num_ranks)), tp=num_ranks // dp))
     parameters = {name: torch.arange(prod(shape)).view(shape).float() for name, shape in layout.on(rank).parameters}
@@ -32,7 +33,7 @@ def compared(dp: int) -> dict[str, str]:
 
 
 def put_behind_each_other(tp: int) -> dict[str, list[int]]:
-    """Of ranks of which replica number n has n + 1 numbers, the last one none; whole numbers and truths."""
+    """Gathers numbers of all replicas, as integers and as booleans. Replica n has n + 1 numbers, the last one none."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     grid = Grid(tuple(range(num_ranks)), tp=tp)
     number = next(dp for dp in range(grid.dp) if rank in grid.replica(dp))

@@ -1,4 +1,4 @@
-"""Reshards and saves on real ranks; every rank compares what it holds with the oracle's formulas."""
+"""Reshards and saves on real ranks. Every rank compares its parameters with the oracle's formulas."""
 
 import mmap
 import tempfile
@@ -54,7 +54,7 @@ PLACEMENTS = {
     "overlapping tp1 pp2 -> tp1 dp2": (Grid((1, 2), pp=2), Grid((2, 3))),
     "one rank feeds all": (Grid((3,)), Grid(ALL, tp=2)),
 }
-"""Of an actor and a rollout."""
+"""Grids of an actor and a rollout."""
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen3, one KV head": tiny_architecture("qwen3", num_kv_heads=1),
     "qwen2, tied": tiny_architecture("qwen2", tied_embeddings=True),
@@ -64,8 +64,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """`large_bytes` is the size from which boxes travel in place; None leaves it. Ranks of a node exchange over gloo,
-    or where `share_memory` read each other's memory."""
+    """Settings of a reshard.
+
+    Boxes of at least `large_bytes` travel in place; None keeps the default. Ranks of a node exchange over gloo, or with
+    `share_memory` read each other's memory.
+    """
 
     bucket_bytes: int = 2**24
     dtype: str = "float32"
@@ -87,7 +90,8 @@ CHECKS = {
     "shared memory, out of step": Settings(bucket_bytes=1024, share_memory=True),
 }
 FIRST = {"small buckets": 0, "one bucket": 1, "two nodes": 2, "shared memory": 0}
-"""Of every placement, each with one architecture, in turn; the number of the first. Together they are of every pair."""
+"""Checks of every placement, each with one architecture in turn, and the number of the first one. Together they cover
+every pair."""
 THIRDS = {
     "cast": (0, 1),
     "in place": (0, 1),
@@ -96,11 +100,11 @@ THIRDS = {
     "shared memory, but for one": (1, 2),
     "shared memory, out of step": (0, 2),
 }
-"""The other checks are of some placements: those whose numbers have these remainders by three."""
+"""Other checks run only the placements whose number modulo 3 is listed."""
 
 
 def pairs_of(check: str) -> list[tuple[str, str]]:
-    """(placement, architecture)"""
+    """Returns pairs (placement, architecture)."""
     in_turn = islice(cycle(ARCHITECTURES), FIRST.get(check, 2), None)
     thirds = THIRDS.get(check, (0, 1, 2))
     pairs = zip(PLACEMENTS, in_turn, strict=False)
@@ -108,7 +112,7 @@ def pairs_of(check: str) -> list[tuple[str, str]]:
 
 
 def reshard(check: str, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> dict[str, dict[str, Any]]:
-    """Every pair of the check; what this rank found, by both names."""
+    """Runs every pair of the check and returns this rank's results by "placement, architecture"."""
     settings, results = CHECKS[check], {}
     with mock.patch.object(execute, "LARGE_BYTES", settings.large_bytes or execute.LARGE_BYTES):
         for placement, name in pairs_of(check):
@@ -120,12 +124,12 @@ def reshard(check: str, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> dic
 
 
 def groups_of_unions() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Of every placement's ranks."""
+    """Returns one group for the ranks of each placement."""
     return {union: dist.new_group(union) for union in sorted({*map(union_of, PLACEMENTS)})}
 
 
 def union_of(placement: str) -> tuple[int, ...]:
-    """The ranks that take part."""
+    """Returns the ranks that take part."""
     actor, rollout = PLACEMENTS[placement]
     return tuple(sorted({*actor.ranks, *rollout.ranks}))
 
@@ -133,7 +137,7 @@ def union_of(placement: str) -> tuple[int, ...]:
 def shards(
     architecture: Architecture, full: Tensors, source: Grid, destination: Grid
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """What this rank holds of the source, and is to hold of the destination, by the oracle."""
+    """Returns the oracle's tensors of this rank: held of the source, and expected of the destination."""
     rank, held, expected = dist.get_rank(), None, None
     if rank in source.ranks:
         at = source.coordinates(rank)
@@ -154,7 +158,7 @@ def resharding_of(
     device: torch.device = CPU,
     **options: Any,
 ) -> execute.Resharding:
-    """This rank's part. `cpu_group` is gloo's, as `group` is without it."""
+    """Returns this rank's part. `cpu_group` must be a gloo group; by default it is `group`."""
     node = settings.ranks_per_node
     return execute.Resharding(
         plan(source, destination, dist.get_rank(), node),
@@ -176,7 +180,7 @@ def reshard_twice(
     cpu_group: dist.ProcessGroup,
     settings: Settings,
 ) -> dict[str, Any]:
-    """What this rank found."""
+    """Runs the reshard and returns this rank's results."""
     source = megatron_layout(architecture, source_grid)
     destination = engine_layout(architecture, destination_grid, dtype=settings.dtype)
     held, expected = shards(architecture, full_tensors(architecture), source_grid, destination_grid)
@@ -212,7 +216,7 @@ def reshard_twice(
 def counts(
     report: SyncReport, prepared: execute.Resharding, moved: dict[tuple[int, int], int], settings: Settings
 ) -> dict[str, Any]:
-    """Of rounds, messages and bytes; `moved` is what goes from rank to rank by the layouts."""
+    """Returns counts of rounds, messages and bytes. `moved` has the expected bytes from rank to rank."""
     rank, node = dist.get_rank(), settings.ranks_per_node
     return {
         "num_rounds": report.num_rounds,
@@ -247,7 +251,7 @@ def tensors(shard: Tensors) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def a_rank_that_cannot_be_mapped() -> Iterator[None]:
-    """Rank 2 reaches nobody's memory, as in a container of its own: the other three share theirs."""
+    """Rank 2 cannot map the memory of others, as in its own container. The other three share theirs."""
     unreachable = mock.patch.object(SharedMemory, "open", side_effect=PermissionError)
     with unreachable if dist.get_rank() == 2 else nullcontext():
         yield
@@ -255,7 +259,7 @@ def a_rank_that_cannot_be_mapped() -> Iterator[None]:
 
 @contextmanager
 def ranks_out_of_step() -> Iterator[None]:
-    """Every copy takes a while, another one each time: nobody may pack into a slot that others have yet to read."""
+    """Delays every copy by a random time. No rank may pack into a slot before all others have read it."""
     launch, random = CopyTable.launch, Random(dist.get_rank())
 
     def launch_late(table: CopyTable, first: int, last: int) -> None:
@@ -267,7 +271,7 @@ def ranks_out_of_step() -> Iterator[None]:
 
 
 def round_trip(grids: list[tuple[bool, int, int]], max_shard_bytes: int) -> list[dict[str, Any]]:
-    """HF -> this rank's shard -> HF for grids (tied embeddings, tp, pp), compared bit for bit on rank 0."""
+    """Converts HF -> this rank's shard -> HF for grids (tied embeddings, tp, pp). Rank 0 compares the bits."""
     rank, results = dist.get_rank(), []
     with _shared_folder() as folder:
         for number, (tied, tp, pp) in enumerate(grids):
@@ -290,7 +294,7 @@ def round_trip(grids: list[tuple[bool, int, int]], max_shard_bytes: int) -> list
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A temporary folder that rank 0 makes and removes and all ranks know."""
+    """Yields a temporary folder on all ranks. Rank 0 makes and removes it."""
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as made:
         names = [made]
         dist.broadcast_object_list(names)

@@ -1,4 +1,4 @@
-"""What ranks do in test_reward_model: role reward_model scores what a policy of another vocabulary drew."""
+"""The ranks of test_reward_model: role reward_model scores samples of a policy with another vocabulary."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +22,11 @@ from tests.support.packed_experience import plain_experience
 POLICY = REPOSITORY / "tests/warmed_up"
 PROMPTS = ("1+1=", "20+301=")
 RESPONSES = ("2", "0+1=1,321", "9" * 70, "12+", "")
-"""All letters of the policy's vocabulary, whose ids are others than the reward model's."""
+"""All letters of the policy's vocabulary. Their ids differ from the reward model's."""
 
 
 def all_cases(folder: str, families: list[str]) -> dict[str, list[float]]:
-    """By case, the scores that this rank's replica has of `drawn`, or of every second sample of it."""
+    """Returns by case the scores of this rank's replica, for all samples of `drawn` or for every second one."""
     return {
         f"{family}/{layout}": scores(make_job(Path(folder), family, layout), half=layout == "dp2")
         for family in families
@@ -35,7 +35,7 @@ def all_cases(folder: str, families: list[str]) -> dict[str, list[float]]:
 
 
 def make_job(folder: Path, family: str, layout: str) -> Any:
-    """As much of one as the role asks for."""
+    """Returns the parts of a job used by the role."""
     placement = {"actor, rollout, reward": 0, "reward_model": "0-1"}
     config = Config.model_validate(
         {
@@ -79,7 +79,7 @@ def scores(job: Job, *, half: bool) -> list[float]:
 
 
 def drawn(job: Job) -> Experience:
-    """A group of all responses for each prompt."""
+    """Returns a group with all responses for each prompt."""
     encoder = job.rows.prompts.train.encoder
     texts = [(row, response) for row in range(len(PROMPTS)) for response in RESPONSES]
     ids = [(job.rows.prompts.train.prompt_tokens(row), *encoder.encode_responses([said])) for row, said in texts]

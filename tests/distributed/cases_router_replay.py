@@ -1,5 +1,4 @@
-"""What ranks do in test_router_replay: choices of experts that are given, cut as layouts cut tokens and layers, and
-those of an engine."""
+"""The ranks of test_router_replay: given choices of experts, cut along tokens and layers, and choices of an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +47,10 @@ def all_cases(folder: str, layouts: list[str], close: dict[str, str]) -> dict[st
 
 
 def given_experts(shape: RoutingShape, experience: Experience, num_experts: int) -> Tensor:
-    """[tokens, layers, top_k] drawn at random, whatever routers find best; none for some tokens. Of a sample always the
-    same."""
+    """Returns random choices of experts, shape [tokens, layers, top_k]. They ignore the routers.
+
+    Every fifth token has none. A sample always gets the same choices.
+    """
     given = []
     for sample, length in zip(experience.sample_ids.tolist(), experience.lengths.tolist(), strict=True):
         generator = torch.Generator().manual_seed(sample)
@@ -61,8 +62,11 @@ def given_experts(shape: RoutingShape, experience: Experience, num_experts: int)
 
 
 def _replayed(path: Path, layout: Layout, groups: ProcessGroups) -> dict[str, Any]:
-    """With given choices: an optimizer step and log-probs before it, and where there is one rank gradients. What is
-    found is asked before."""
+    """Trains with given choices.
+
+    Returns an optimizer step with the log-probs before it, the routers' own choices, and gradient differences on one
+    rank.
+    """
     architecture = read_architecture(path)
     shape, experience = RoutingShape.of(architecture), share_of(path, layout.grid)
     packed = shape.packed(given_experts(shape, experience, architecture.num_experts))
@@ -82,7 +86,8 @@ def _replayed(path: Path, layout: Layout, groups: ProcessGroups) -> dict[str, An
 
 
 def _beside_engine(path: Path, dtype: str, groups: ProcessGroups) -> dict[str, Any]:
-    """How far the trainer's log-probs are from those of an engine that drew, with and without its choices."""
+    """Returns the differences between log-probs of the trainer and of an engine, with and without the engine's
+    choices."""
     engine, _ = load_engine(path, dtype=getattr(torch, dtype), record_routing=True)
     requests = [replace(sample, id=number) for number, sample in enumerate(ragged_requests(8))]
     drawn = engine.generate(requests, SamplingParams(1.0, 1.0, 0, 16, ()))

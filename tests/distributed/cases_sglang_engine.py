@@ -1,4 +1,4 @@
-"""The SGLang engine on two ranks: the first has the server, a stand-in, and the second follows."""
+"""The SGLang engine on two ranks: the first has a stand-in for the server, and the second follows."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LONG = SamplingParams(1.0, 1.0, 0, 150, (3,))
 
 
 class SharedDelivery(FakeDelivery):
-    """Tells all ranks of the engine alike whether it was lost, as a real one does."""
+    """Reports a loss to all ranks of the engine alike, as a real delivery does."""
 
     def _raise(self) -> None:
         EngineBroadcast(dist.group.WORLD).together(super()._raise)
@@ -70,7 +70,8 @@ class Rig:
             self.server.die()
 
     def steps(self, seconds: float, least_drawn: int = 0) -> list[Sample]:
-        """Makes steps for about as long as the first rank says, equally many on all, until so many tokens are drawn."""
+        """Makes equally many steps on all ranks, for about `seconds` on the first, until `least_drawn` tokens are
+        generated."""
         done, start, least = [], time.monotonic(), self.num_drawn + least_drawn
         while self.engine.num_unfinished:
             going_on = torch.tensor([time.monotonic() - start < seconds or self.num_drawn < least])
@@ -82,7 +83,7 @@ class Rig:
 
 
 def follow_the_first_rank() -> dict[str, Any]:
-    """Generations with weight changes, suspensions and deaths of the server; what this rank saw of them."""
+    """Generates with weight changes, suspensions and deaths of the server. Returns this rank's observations."""
     rig = Rig()
     engine, seen = rig.engine, {}
     seen["plain"] = engine.generate(ragged_requests(), LONG)
@@ -112,7 +113,7 @@ def follow_the_first_rank() -> dict[str, Any]:
 
 
 def _errors(rig: Rig) -> list[str]:
-    """What the first rank meets is raised on the other as well."""
+    """Returns the errors. Errors of the first rank are raised on the other as well."""
     texts = []
     rig.engine.begin_update()
     rig.engine.end_update(3)

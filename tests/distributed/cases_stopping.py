@@ -1,4 +1,4 @@
-"""Cases for test_stopping.py: ranks that listen for signals, in a job in which one is killed or asked to stop."""
+"""Cases for test_stopping.py: ranks listen for signals in a job. One is killed or asked to stop."""
 
 import os
 import signal
@@ -38,7 +38,8 @@ def listen(folder: str = ".", within_s: float = 60.0) -> StopRequest:
 
 
 def killed(folder: str) -> None:
-    """Rank 2 is killed while rank 0 waits in a collective for rank 1, which sleeps: no connection of theirs breaks."""
+    """Rank 2 is killed while rank 0 waits in a collective for the sleeping rank 1. No connection between these two
+    breaks."""
     listen(folder)
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:
@@ -60,7 +61,7 @@ def overdue(folder: str) -> None:
 
 
 def refused(folder: str) -> None:
-    """Rank 0 ends the job while the others wait for it in a barrier, which complains of connections that break."""
+    """Rank 0 ends the job while the others wait for it in a barrier. The barrier reports broken connections."""
     stop = listen(folder)
     if dist.get_rank() == 0:
         time.sleep(0.5)
@@ -70,7 +71,8 @@ def refused(folder: str) -> None:
 
 
 def signalled_in_a_collective() -> list[str | None]:
-    """Rank 0 is asked to stop while its main thread is inside a receive, which ends only once rank 1 knows of it."""
+    """Rank 0 is asked to stop while its main thread is inside a receive. The receive ends only after rank 1 has seen
+    the request."""
     stop, message = listen(), torch.zeros(1)
     if dist.get_rank() == 0:
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()

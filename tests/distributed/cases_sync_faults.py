@@ -1,4 +1,5 @@
-"""Weight syncs that fail on real ranks: what each rank is told, how soon, and what its engine serves afterwards."""
+"""Failing weight syncs on real ranks: the error of each rank, its delay, and the weights that its engine serves
+later."""
 
 import json
 import os
@@ -77,11 +78,11 @@ class Rank:
         if self.number in GRIDS["rollout"].ranks:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine(), parts={"base": None})
         self.engine = rollout and rollout.engine
-        with mock.patch("rltrain.roles.weight_sync.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
+        with mock.patch("rltrain.roles.weight_sync.TRANSPORT_TIMEOUT_S", timeout_s):  # less than a watchdog
             self.role = WeightSyncTask(job, actor, rollout)  # type: ignore[arg-type]
 
     def attempt(self, step: int) -> dict[str, Any]:
-        """A weight sync, and what came of it."""
+        """Runs a weight sync and returns its outcome."""
         before = {name: tensor.clone() for name, tensor in self.destination.items()}
         found = failure(lambda: self.role(step, 0))
         if self.engine:
@@ -104,7 +105,7 @@ class Rank:
 
 
 def failure(action: Callable[[], Any]) -> dict[str, Any]:
-    """The message of the SyncError that `action` ends in ("" without one), and after how many seconds."""
+    """Returns the message of the SyncError raised by `action` ("" without one), and the seconds until then."""
     start, message = time.perf_counter(), ""
     try:
         action()
@@ -123,8 +124,10 @@ def killed_over_gloo() -> None:
 
 
 def _killed(wire: type[Wire]) -> None:
-    """A complete sync; in the next one a rank ends without a word between two rounds. No rank comes back from here, so
-    each leaves its result where run_distributed looks for it."""
+    """Runs a complete sync. In the next one a rank ends silently between two rounds.
+
+    Every rank ends inside. So each leaves its result in the place read by run_distributed.
+    """
     rank = Rank()
     results = {"complete": rank.attempt(step=3)}
     for tensor in rank.parameters.values():
@@ -136,7 +139,7 @@ def _killed(wire: type[Wire]) -> None:
 
 
 def abandoned() -> dict[str, Any]:
-    """A sync that a rank leaves between two rounds, without ending."""
+    """Runs a sync that a rank leaves between two rounds without ending."""
 
     def leave_sync() -> None:
         raise SyncError("it went to do something else")
@@ -159,14 +162,14 @@ def _before_third_round(wire: type[Wire], action: Callable[[], None]) -> None:
 
 
 def leave(results: dict[str, Any]) -> None:
-    """End this process at once, as if nothing were wrong: torchrun ends the others when one fails."""
+    """Ends this process at once with status 0. After a failure torchrun would end the others."""
     folder = sys.argv[3]
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(results))
     os._exit(0)
 
 
 def disagreements() -> dict[str, Any]:
-    """Ranks that do not fit together, and none of which ends."""
+    """Runs syncs of ranks that disagree. No rank ends."""
     rank = Rank()
     return {
         "complete": rank.attempt(step=3),
@@ -182,7 +185,7 @@ def disagreements() -> dict[str, Any]:
 
 
 def _with_changed_tensor(rank: Rank, change: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
-    """A sync to which the victim brings another tensor than the layout says."""
+    """Runs a sync in which the victim's tensor differs from the layout."""
     name = "embedding.word_embeddings.weight"
     original = rank.parameters.pop(name, None)
     if original is not None and (rank.number != VICTIM or change is not None):
@@ -194,7 +197,7 @@ def _with_changed_tensor(rank: Rank, change: Callable[[Tensor], Tensor] | None) 
 
 
 def _resharding(rank: Rank, *, bucket_bytes: int = 2**20, plan_differs: bool = False) -> Resharding:
-    """One rank believes in another model: its head is tied to its embedding, so it expects no weights of it."""
+    """Prepares a reshard. With `plan_differs` this rank expects tied embeddings, so no weights for the head."""
     architecture = replace(ARCHITECTURE, tied_embeddings=True) if plan_differs else ARCHITECTURE
     source = megatron_layout(architecture, GRIDS["actor"])
     destination = engine_layout(architecture, GRIDS["rollout"])
@@ -203,6 +206,6 @@ def _resharding(rank: Rank, *, bucket_bytes: int = 2**20, plan_differs: bool = F
 
 
 def _without_a_rank() -> dict[str, Any]:
-    """Last, because it leaves the groups unusable."""
+    """Runs a sync without one rank. It must be the last case, because it leaves the groups unusable."""
     rank = Rank(timeout_s=3)
     return {"error": "", "seconds": 0.0} if rank.number == NUM_RANKS - 1 else rank.attempt(step=6)

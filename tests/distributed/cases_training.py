@@ -1,4 +1,4 @@
-"""What ranks do in test_training: one tiny model in many parallel layouts inside one world of four ranks."""
+"""The ranks of test_training: one tiny model in many parallel layouts, in one world of four ranks."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -44,7 +44,7 @@ GRIDS = {
 }
 QUICK_LAYOUTS = {"qwen3": ("tp1", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
 SLOW_LAYOUTS = {"qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"), "qwen2_tied": ("tp1", "tp2_pp2")}
-"""By checkpoint: the tied one has four layers, the other two. Each begins with what the others are compared with."""
+"""Layouts by checkpoint. The tied one has four layers, the other two. The first layout of each is the baseline."""
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 RECOMPUTED: dict[str, Any] = {
@@ -57,11 +57,11 @@ TOO_LARGE = schema.LossScale(initial=2.0**16, window=2, hysteresis=2)
 TOO_SMALL = schema.LossScale(initial=1.0, minimum=1.0)
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 130
-"""Tokens in each: all samples of a replica together, or up to three parts of them."""
+"""Tokens per micro-batch: all samples of a replica together, or up to three parts of them."""
 
 
 def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
-    """Every check that is quick, or every one that is slow, by name; a rank reports those in which it took part."""
+    """Returns this rank's quick or slow checks, by name."""
     groups = groups_on(GRIDS.values())
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
@@ -77,7 +77,7 @@ Results = Iterator[tuple[str, Any]]
 
 
 def _layouts(paths: dict[str, Path], groups: ProcessGroups, layouts: Mapping[str, Sequence[str]]) -> Results:
-    """Loss, gradient norm and log-probs over three updates, in every layout, with one or several micro-batches."""
+    """Yields loss, gradient norm and log-probs of three updates in every layout, with one or several micro-batches."""
     for checkpoint, of_checkpoint in layouts.items():
         for layout in of_checkpoint:
             is_untied = checkpoint == "qwen3"
@@ -89,7 +89,7 @@ def _layouts(paths: dict[str, Path], groups: ProcessGroups, layouts: Mapping[str
 
 
 def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
-    """Settings that change the way of computing, not the result."""
+    """Yields results of settings that change the way of computing, but not the result."""
     rank = dist.get_rank()
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "plain_optimizer": ("dp2", {"distributed_optimizer": False}),
@@ -115,7 +115,8 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
 
 
 def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
-    """Largest difference from transformers' logits, packed and one sample at a time; each rank takes some families."""
+    """Yields the largest difference from transformers' logits, packed and one sample at a time. Each rank takes some
+    families."""
     for index, (name, path) in enumerate(sorted(paths.items())):
         layout = f"rank{index % 4}"
         if dist.get_rank() not in GRIDS[layout].ranks:
@@ -129,7 +130,7 @@ def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
 
 
 def _differences_from_plain_layers(model: LanguageModel, path: Path) -> dict[str, float]:
-    """Of logits and of every parameter's gradients, by name, relative to the largest."""
+    """Returns the relative differences of logits and of every parameter's gradients, by name."""
     actual = logits_and_gradients(model, path)
     with plain_layers():
         expected = logits_and_gradients(model, path)
@@ -140,7 +141,7 @@ def _differences_from_plain_layers(model: LanguageModel, path: Path) -> dict[str
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Layers as torch and Megatron have them."""
+    """Uses the layers of torch and Megatron instead of the fused ones."""
     with ExitStack() as stack:
         for module in (fused, attention, norms):
             stack.enter_context(patch.object(module, "takes_fused", lambda x: False))
@@ -149,7 +150,7 @@ def plain_layers() -> Iterator[None]:
 
 
 def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
-    """Of all samples in one micro-batch; "logits", and the parameters' gradients by name."""
+    """Returns "logits" of all samples in one micro-batch, and the parameters' gradients by name."""
     batches = model.micro_batches(load_experience(path), 10_000)
     model.zero_grad()
     (logits,) = run_schedule(model, batches, lambda _, logits: (logits.cos().sum(), logits.detach()), backward=True)
@@ -159,7 +160,8 @@ def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
 
 
 def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
-    """A loss that is not finite on one rank ends the update on all; what needs Transformer Engine is refused."""
+    """Yields two failures: a loss that is not finite on one rank ends the update on all, and settings without
+    Transformer Engine are refused."""
     norms = {"granularity": "selective", "modules": ["layernorm", "mlp"]}
     yield "norms", error_of_loading(paths["qwen3"], groups, norms)
     for layout in ("tp2_dp2", "pp2_dp2"):
@@ -173,7 +175,7 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
 
 
 def _loss_scales(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
-    """A loss scale that is far too large at first, over a run that goes on from its state in the middle."""
+    """Yields steps from a loss scale far too large, in a run that is resumed from its state in the middle."""
     layout, path = "tp2_dp2", paths["qwen3"]
     experience = share_of(load_experience(path).select(torch.arange(4)), layout)
     first = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
@@ -214,7 +216,7 @@ def _train(
     evaluates: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Three updates, and where it `evaluates` the log-probs before and after them."""
+    """Returns three updates, and with `evaluates` the log-probs before and after them."""
     model, whole = load_model(path, layout, groups, **settings), load_experience(path)
     expected = load_file(path / "expected.safetensors")
     experience = share_of(whole.with_fields(rollout_logprobs=expected["logprobs"]), layout)
@@ -257,7 +259,7 @@ def spoiled(*arguments: Any) -> LossOutput:
 
 
 def _steep(*arguments: Any) -> LossOutput:
-    """A finite loss with an infinite gradient: the square root at 0."""
+    """Returns a finite loss with an infinite gradient: the square root at 0."""
     output = negative_log_likelihood(*arguments)
     return replace(output, loss=output.loss + (output.loss - output.loss.detach()).sqrt())
 
@@ -288,7 +290,7 @@ def share_of(experience: Experience, layout: str) -> Experience:
 
 @torch.no_grad()
 def _logits(model: LanguageModel, path: Path, max_tokens: int) -> Tensor:
-    """[tokens, vocabulary] in the experience's token order."""
+    """Returns the logits in the experience's token order, shape [tokens, vocabulary]."""
     experience = load_experience(path)
     batches = model.micro_batches(experience, max_tokens)
     kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)

@@ -1,4 +1,4 @@
-"""What ranks do in test_training_state: runs that are saved and go on, in the same layout or another, in one world."""
+"""The ranks of test_training_state: runs are saved and resumed in the same layout or another, in one world."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,19 +37,19 @@ from tests.support.uneven_products import uneven_products
 
 WORLD_SIZE = 4
 BEFORE, AFTER = 2, 1
-"""Updates until the state is saved, and after it: equal numbers and states of one leave nothing to a second."""
+"""Updates before and after the save. If one update's numbers and states are equal, a second adds nothing."""
 MAX_TOKENS = 200
 NUM_SAMPLES = 8
 BUCKET_MB = 0.05
-"""Such that the tiny model has several buckets."""
+"""Gives the tiny model several buckets."""
 BALANCED = schema.MoE(aux_loss_coef=0.01, bias_update_rate=0.01)
 SAMPLED = 20_000
-"""Elements of a state that are looked at one by one."""
+"""Elements of a state that are checked individually."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a run is trained."""
+    """The settings of a run."""
 
     tp: int = 1
     pp: int = 1
@@ -63,7 +63,7 @@ class Way:
     vpp: int = 1
     layers: tuple[int, ...] | None = None
     optimizer: tuple[tuple[str, Any], ...] = ()
-    """Keys of its settings beside those that all have."""
+    """Additional keys of the optimizer's settings."""
 
     @property
     def grid(self) -> Grid:
@@ -73,14 +73,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """A run in one way that goes on in another; None: in the same."""
+    """A run in one way that is resumed in another (None: in the same)."""
 
     way: Way
     other: Way | None = None
     checkpoint: str = "qwen3"
     role: str = "actor"
     away: bool = False
-    """Whether the state is on the host while it is saved."""
+    """Whether the state is on the host during the save."""
 
     @property
     def goes_on(self) -> Way:
@@ -118,7 +118,7 @@ WITH_EXPERTS = {
 
 
 class Run:
-    """This rank's share of a model in training; `experience` is its replica's share."""
+    """This rank's share of a model in training. `experience` is the share of its replica."""
 
     def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
         self.rank, self.grid = dist.get_rank(), way.grid
@@ -148,7 +148,7 @@ class Run:
         return [self.trained.train_batch(self.experience, self.loss) for _ in range(updates)]
 
     def save(self, folder: Path, *, updates_meanwhile: int = 0) -> None:
-        """The second time, into the memory of the first; what is saved is read after `updates_meanwhile`."""
+        """Saves twice into the same memory. The state is written after `updates_meanwhile`."""
         first = self.trained.save_state()
         copies = {name: values for name, values in first.tensors.items() if name != PIECES}
         for values in copies.values():
@@ -166,7 +166,7 @@ class Run:
         return {"updates": self.train(AFTER), "digests": self.digests()}
 
     def digests(self) -> dict[str, str]:
-        """Of the weights, and of what the optimizer has, by kind."""
+        """Returns digests of the weights and of the optimizer's states, by kind."""
         optimizer = self.trained.optimizer
         optimized = self.trained.optimized()
         found = [optimized[name] for name in sorted(optimized)]
@@ -191,7 +191,7 @@ def layout_of(case: Case, way: Way, path: Path) -> Layout:
 
 
 def some_cases(checkpoints: dict[str, str], folder: str, names: list[str]) -> dict[str, Any]:
-    """What each case saw, where the rank takes part in its first or second half."""
+    """Returns the results of each case with a part of this rank in either half."""
     cases = {name: (CASES | WITH_EXPERTS)[name] for name in names}
     groups = groups_of(cases)
     with uneven_products():
@@ -206,7 +206,7 @@ def groups_of(cases: Mapping[str, Case]) -> ProcessGroups:
 
 
 def quick_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
-    """What each quick case saw, and some that are told apart by name."""
+    """Returns the results of each quick case, and of some further cases by name."""
     results = some_cases(checkpoints, folder, list(QUICK))
     groups = groups_of(CASES)
     with uneven_products():
@@ -247,7 +247,7 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
 
 
 def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
-    """All elements of a state, by kind, in the order of one rank that holds everything."""
+    """Returns all elements of a state by kind, in the order of one rank with the whole model."""
     on = layout_of(case, Way(), path).on(0)
     moment = getattr(torch, dict(case.way.optimizer).get("moments_dtype", "float32"))
     types = {MASTER: torch.float32, **dict.fromkeys(ADAM_STATES, moment)}
@@ -260,13 +260,13 @@ def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
 
 
 def shared_steps(run: Run) -> bool:
-    """Whether two parameters count their steps in one tensor."""
+    """Returns whether two parameters share one tensor for their step counts."""
     steps = [state["step"] for _, state in run.trained.optimizer.state.items() if "step" in state]
     return len({step.data_ptr() for step in steps}) != len(steps)
 
 
 def at_the_start(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
-    """Saved before the first update, when the optimizer has no states yet."""
+    """Saves before the first update, without states in the optimizer."""
     case = Case(Way(tp=2, dp=2), Way(tp=2, dp=2))
     undisturbed = Run(case, case.way, path, groups, load_weights=True)
     undisturbed.save(folder)

@@ -1,4 +1,4 @@
-"""Cases for test_transfers.py: roles without models follow an asynchronous order, and one that goes on from a cut."""
+"""Cases for test_transfers.py: roles without models follow an asynchronous order, and one resumed from a cut."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class StandIn:
 
 
 class Rank:
-    """One rank of a job `name`, with a transport of its own: what an earlier one left unreceived cannot be met."""
+    """One rank of a job `name`, with its own transport. So it never meets messages left over by an earlier job."""
 
     def __init__(self, name: str, job_store: JobStore, placement: Mapping[str, str | int], training_tp: int) -> None:
         self.config = make_config(placement)
@@ -74,7 +74,7 @@ class Rank:
     def follow(
         self, order: Order, restored: list[dict[str, Tensor]] | None = None, save_at: int = -1
     ) -> dict[str, Tensor]:
-        """Execute `order`; what was saved at position `save_at`."""
+        """Executes `order` and returns the data saved at position `save_at`."""
         trace = SimpleNamespace(counter=lambda *_: None)
         transfers = Transfers(RunShape.of(self.config), self.grids, order, self.exchange, self.roles, trace)
         if restored is not None:
@@ -86,7 +86,7 @@ class Rank:
             if not self.roles.keys() & {*entry.actors}:
                 continue
             if entry.kind == "task":
-                if task := getattr(self, entry.name, None):  # else no experience depends on it
+                if task := getattr(self, entry.name, None):  # other tasks have no experience
                     task(entry.step, entry.chunk)
             else:
                 {"post": transfers.post, "wait": transfers.wait}[entry.kind](position)
@@ -94,7 +94,7 @@ class Rank:
         return saved
 
     def generate(self, step: int, chunk: int) -> None:
-        """This replica's groups of the chunk."""
+        """Posts this replica's groups of the chunk."""
         role, num_groups = self.roles["rollout"], PER_STEP // CHUNKS
         seed = step * CHUNKS + chunk
         lengths = [1 + (3 * i + seed) % 11 for i in range(num_groups * NUM_SAMPLES)]
@@ -121,7 +121,7 @@ class Rank:
         )
 
     def advantages(self, step: int, chunk: int) -> None:
-        """Note what has come: of every sample its numbers, under its id."""
+        """Records the received numbers of every sample under its id."""
         shipments = self.roles["actor"].shipments
         scored = shipments.pop(("scored", step, chunk)).experience
         reference = shipments.pop(("reference_logprobs", step, chunk)).experience
@@ -134,8 +134,10 @@ class Rank:
 
 
 def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str], int]], step: int) -> list[dict]:
-    """For each pair of placements, and TP of training, what an actor's rank got in a run on the first, which saves at
-    `step`, and in one on the second that goes on from there."""
+    """Runs on each pair of placements: the first run saves at `step`, the second resumes from there.
+
+    Returns the numbers received by an actor's rank in both runs.
+    """
     job_store = JobStore(join_world(60.0))
     return [_cut_and_go_on(job_store, *pair, step, number) for number, pair in enumerate(placements)]
 

@@ -1,4 +1,4 @@
-"""What ranks do in test_values: value models in several parallel layouts, against what transformers makes of them."""
+"""The ranks of test_values: value models in several parallel layouts, compared with transformers."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -28,7 +28,7 @@ from tests.support.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
 from tests.support.trained_models import blank_model, groups_on, of_replica
 
 NAMES = {"qwen3": 2, "qwen2_tied": 4, "llama3": 2}
-"""Checkpoints, and the layers of each: a stage of a pipeline holds one or two."""
+"""Checkpoints and their numbers of layers: a stage of a pipeline has one or two."""
 GRIDS = {
     "tp1": Grid((0,)),
     "tp2": Grid((0, 1), tp=2),
@@ -42,7 +42,8 @@ LIMITS = (10_000, 50)  # tokens of a micro-batch: one for everything, and severa
 
 
 def make_critics(folder: Path) -> dict[str, str]:
-    """Folders of one-label sequence classifiers by name, beside them what transformers makes of `experience()`."""
+    """Writes one-label sequence classifiers with transformers' results of `experience()`, and returns folders by
+    name."""
     return {
         name: str(_make(folder / name, family, settings | {"num_hidden_layers": NAMES[name]}))
         for name, (family, settings) in CHECKPOINTS.items()
@@ -59,7 +60,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
     with torch.no_grad():
         scorer.score.weight.normal_()
         for parameter in scorer.parameters():
-            if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros
+            if parameter.dim() == 1:  # norm weights and biases begin as ones and zeros
                 parameter.add_(0.3 * torch.randn_like(parameter))
     scorer.save_pretrained(path)
     samples = experience()
@@ -67,7 +68,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
     for tokens in samples.tokens.split(samples.lengths.tolist()):
         scores.append(scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0])
         of_texts.append(scorer(tokens[None]).logits[0])
-        values.append(torch.cat([torch.zeros(1), scores[-1][:-1]]))  # before the first token there is nothing to judge
+        values.append(torch.cat([torch.zeros(1), scores[-1][:-1]]))  # the first token has no value
     loss = squared_error(torch.cat(values), samples)
     names, parameters = zip(*scorer.named_parameters(), strict=True)
     gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -79,7 +80,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 def experience() -> Experience:
-    """10 samples of 1 to 40 tokens, the first third of each a prompt. Rewards and the like have no part in values."""
+    """Returns 10 samples of 1 to 40 tokens. The first third of each is its prompt. Values need no rewards."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 41, (10,), generator=generator)
     lengths[3] = 1
@@ -89,13 +90,13 @@ def experience() -> Experience:
 
 
 def squared_error(values: Tensor, samples: Experience) -> Tensor:
-    """Distance from targets that tell positions apart."""
+    """Returns the squared distance from targets that differ between positions."""
     targets = (samples.tokens % 7).float() - 3
     return (((values - targets) ** 2) * samples.response_mask).sum() / 2
 
 
 def all_cases(critics: dict[str, str]) -> dict[str, Any]:
-    """By "critic/layout", of every one in which the rank took part."""
+    """Returns this rank's results by "critic/layout"."""
     groups = groups_on(GRIDS.values())
     results: dict[str, Any] = {}
     for name, path in critics.items():
@@ -112,7 +113,7 @@ def all_cases(critics: dict[str, str]) -> dict[str, Any]:
 
 
 def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> dict[str, Any]:
-    """Differences from transformers: of values and losses, and of each parameter's gradient relative to its size."""
+    """Returns the differences of values and losses from transformers, and of gradients relative to their size."""
     grid = GRIDS[layout]
     parts = megatron_layout(read_architecture(path).value_model(), grid)
     model = _model(path, layout, groups, **settings)
@@ -145,7 +146,7 @@ def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> L
 
 
 def _backward(model: LanguageModel, layout: str) -> float:
-    """Gradients in main_grad, summed over the micro-batches of all replicas; their loss."""
+    """Computes gradients in main_grad, summed over the micro-batches of all replicas, and returns their loss."""
     groups = model.pg_collection
     (chunk,) = model.chunks
     ddp = DistributedDataParallel(
@@ -168,7 +169,7 @@ def _backward(model: LanguageModel, layout: str) -> float:
 
 
 class _Rows(TorchDispatchMode):
-    """Records the rows of all matrices that are made."""
+    """Records the numbers of rows of all new matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class _Rows(TorchDispatchMode):
 
 
 def _expected_gradients(path: Path, parts: Layout) -> dict[str, Tensor]:
-    """This rank's share of transformers' gradients."""
+    """Returns this rank's share of transformers' gradients."""
     gradients = {name: torch.zeros(shape) for name, shape in parts.on(dist.get_rank()).parameters}
     load_parameters(path / "gradients", parts, dist.get_rank(), gradients)
     return gradients

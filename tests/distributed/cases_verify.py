@@ -1,4 +1,4 @@
-"""Checksums of a sync on real ranks: of right ones, and of ones that were tampered with."""
+"""Checksums of syncs on real ranks: of intact syncs and of tampered ones."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 def checked(case: Sync) -> str:
-    """What verify says: nothing, or its complaint."""
+    """Returns the message of a failing verify, or ""."""
     try:
         verify(case.plan, case.source, case.destination, case.held, case.wanted, group=case.group, blocks=case.blocks)
     except SyncMismatchError as problem:
@@ -23,13 +23,13 @@ def checked(case: Sync) -> str:
 
 
 def flip_a_bit(case: Sync, rank: int) -> None:
-    """The lowest one of one element of rank `rank`."""
+    """Flips the lowest bit of one element on rank `rank`."""
     if dist.get_rank() == rank:
         bits(case.wanted[DOWN])[5, 7] ^= 1
 
 
 def swap_two_rows(case: Sync, rank: int) -> None:
-    """Of the keys, which two tensors of the fused parameter surround."""
+    """Swaps two rows of the keys. In the fused parameter they are between two other tensors."""
     if dist.get_rank() == rank:
         rows = bits(case.wanted[QKV])
         first = case.wanted[QKV].shape[0] // 2 + 2
@@ -37,7 +37,7 @@ def swap_two_rows(case: Sync, rank: int) -> None:
 
 
 def change_the_source(case: Sync, rank: int) -> None:
-    """On every source rank, after the sync: as if the sync had taken older values."""
+    """Changes every source rank after the sync, as if the sync had used older values."""
     del rank
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     if case.held is not None and name in case.held:
@@ -56,7 +56,7 @@ def change_a_scale(case: Sync, rank: int) -> None:
 
 
 def hide_two_changes(case: Sync, rank: int) -> None:
-    """Two elements of one tensor whose sum stays the same."""
+    """Changes two elements of one tensor without changing their sum."""
     if dist.get_rank() == rank:
         values = bits(case.wanted[DOWN])
         values[0, 0] += 1
@@ -77,7 +77,7 @@ CASES = {
 
 
 def all_checks() -> dict[str, dict[str, str]]:
-    """Complaints by what was done to the sync, for every case that this rank has a part in."""
+    """Returns the messages by kind of tampering, for every case of this rank."""
     groups, results = make_groups(), {}
     for placement, kinds in CASES.items():
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""Cases for test_watchdog.py: three ranks go through the tasks of a step; one sleeps, dies or is slow in one."""
+"""Cases for test_watchdog.py: three ranks execute the tasks of a step. One sleeps, dies or is slow."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from rltrain.runtime.world import LOOPBACK, join_world
 NUM_RANKS = 3
 MEMBERS = {"actor": (0, 1), "rollout": (2,)}
 NO_PROGRESS_S = 6.0
-"""A busy machine may let no rank run for seconds."""
+"""Seconds. On a busy machine no rank may run for several seconds."""
 BEAT_S = 0.2
 
 # task -> roles that join it, in the order of a step
@@ -80,7 +80,7 @@ class Rank:
 
 
 def fail_in(task: str, folder: str, fail: Callable[[], None]) -> Callable[[str, int], None]:
-    """A fault: the rank of VICTIMS leaves a file that tells when, and fails in the middle of `task`."""
+    """Returns a fault: the rank of VICTIMS writes a file and fails in the middle of `task`."""
 
     def fault(name: str, step: int) -> None:
         if (name, step, dist.get_rank()) == (task, FAULTY_STEP, VICTIMS[task]):
@@ -95,21 +95,21 @@ def deep_in_a_task() -> None:
 
 
 def sleeping(folder: str, task: str) -> None:
-    """A rank does not return from `task`, until the watchdog ends the job."""
+    """A rank does not return from `task` until the watchdog ends the job."""
     Rank(folder, fail_in(task, folder, deep_in_a_task)).run(4)
 
 
 def killed(folder: str, task: str) -> None:
-    """A rank is gone in the middle of `task`."""
+    """A rank dies in the middle of `task`."""
     Rank(folder, fail_in(task, folder, lambda: os.kill(os.getpid(), signal.SIGKILL))).run(4)
 
 
 def stopped(folder: str) -> None:
-    """Rank 0, which judges, is frozen: nothing in its process runs, its watchdog included, for a while."""
+    """Rank 0 decides about stalls. Its whole process is frozen for a while, with its watchdog."""
 
     def freeze() -> None:
-        time.sleep(5 * BEAT_S)  # so that the others know the task
-        thaw = ["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"]  # the launcher cannot end it while it is frozen
+        time.sleep(5 * BEAT_S)  # the other ranks get to know the task
+        thaw = ["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"]  # the launcher cannot end a frozen process
         subprocess.Popen(thaw, start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -117,8 +117,8 @@ def stopped(folder: str) -> None:
 
 
 def slow(folder: str) -> float:
-    """In a task, a wait and a joint task a rank takes longer than the limit, and gets on all the time. The seconds that
-    it took."""
+    """A rank takes longer than the limit in a task, a wait and a joint task, but makes progress. Returns its
+    seconds."""
 
     def fault(task: str, step: int) -> None:
         if task != "update" and step == FAULTY_STEP and dist.get_rank() == VICTIMS[task]:

@@ -1,4 +1,4 @@
-"""Files whose cases are many run them in two worlds of ranks: what the default suite sees, and all the rest."""
+"""Fixtures for files with many cases: they run in two worlds of ranks, one for the default suite, one for the rest."""
 
 from typing import Any
 
@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What every rank of the file's `quick_world` reported; for a test that is marked slow itself, of `slow_world`."""
-    is_slow = any(mark.name == "slow" for mark in request.node.own_markers)  # not where the whole file is
+    """Returns the reports of the file's `quick_world`, or of `slow_world` for a test that is itself marked slow."""
+    is_slow = any(mark.name == "slow" for mark in request.node.own_markers)  # a mark of the whole file does not count
     return request.getfixturevalue("slow_world" if is_slow else "quick_world")

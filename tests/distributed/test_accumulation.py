@@ -1,6 +1,6 @@
-"""An optimizer step is the same however its samples are cut into parts; actor and critic train by the same code.
+"""An optimizer step does not depend on how its samples are cut into parts. Actor and critic use the same code.
 
-Bit for bit where micro-batches come in equal shapes and equal order, else as far as float32 goes.
+Results are equal bit for bit if micro-batches have equal shapes and order, otherwise to the precision of float32.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from tests.support.tiny_checkpoints import make_checkpoints
 from tests.support.tolerances import near
 from tests.support.worlds import Ranks, made_once, reports, run_case
 
-pytestmark = pytest.mark.slow  # test_training.py trains in parts, too
+pytestmark = pytest.mark.slow  # test_training.py trains in parts too
 
 EVERY = slow_but(["tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2"], *LAYOUTS[False])
 OF_REPLICAS = slow_but(["tp1", "dp2", "pp2_dp2"], "tp1", "pp2_dp2")
@@ -30,13 +30,13 @@ quick_world, slow_world = (made_once(partial(world_of, slow=slow)) for slow in (
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_parts_of_the_same_micro_batches_give_the_same_bits(ranks: Ranks, layout: str) -> None:
-    """Every sample is a micro-batch; in a pipeline all have one length, so that none is padded."""
+    """Every sample is a micro-batch. In a pipeline all have one length, so none is padded."""
     assert reports(ranks, f"{layout}/three/{ALONE}") == reports(ranks, f"{layout}/whole/{ALONE}")
 
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: Ranks, layout: str) -> None:
-    """Other shapes, sums in another order: 1e-5 is some 80 units in the last place."""
+    """Shapes and orders of sums differ: 1e-5 is some 80 units in the last place."""
     wanted = reports(ranks, f"{layout}/whole/{FEW}")
     for actual, expected in zip(reports(ranks, f"{layout}/three/{FEW}"), wanted, strict=True):
         for step, wanted in zip(actual["steps"], expected["steps"], strict=True):

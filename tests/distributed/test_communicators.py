@@ -1,11 +1,12 @@
-"""Communicators that are released between tasks and made again, on real ranks that are not in step."""
+"""Communicators released between tasks and reopened, on real ranks at different positions."""
 
 from tests.distributed.cases_communicators import WORLD_SIZE
 from tests.support.worlds import run_case
 
 
 def test_overlapping_groups_come_back_without_a_deadlock_and_reduce_over_their_ranks():
-    """In every step those are made anew of the critic, the reference and the rollout, whose ranks have other roles."""
+    """Every step reopens those of the critic, the reference and the rollout, because their ranks have other roles
+    too."""
     for rank in run_case("cases_communicators:run_all_tasks", WORLD_SIZE):
         assert all(rank[how]["wrong"] == 0 and rank[how]["right"] > 20 for how in ("whole", "stopped"))
         assert rank["whole"]["generations"] > 12
@@ -21,5 +22,5 @@ def test_a_group_answers_as_before_when_it_was_made_again():
 
 
 def test_a_group_may_be_released_while_others_are_still_making_it():
-    """A member that has no use for it goes on at once."""
+    """A member without use for the group continues at once."""
     assert run_case("cases_communicators:release_at_once", WORLD_SIZE) == [30] * 4

@@ -1,4 +1,4 @@
-"""Context parallelism changes no loss, no metric and no gradient, whatever is learnt and however else ranks share."""
+"""Context parallelism changes no loss, metric or gradient, for every objective and beside other parallelism."""
 
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ def cases(objectives: Layouts) -> list[tuple[str, str]]:
 def test_what_is_learnt_and_told_is_that_of_one_rank(ranks: Ranks, name: str, layout: str) -> None:
     (alone,) = reports(ranks, f"{name}/")
     found = reports(ranks, f"{name}/{layout}")
-    assert len(found) > 1 and all(report["steps"] == found[0]["steps"] for report in found), "all are told the same"
+    assert len(found) > 1 and all(report["steps"] == found[0]["steps"] for report in found), "all ranks report the same"
     for step, wanted in zip(found[0]["steps"], alone["steps"], strict=True):
         assert step == near(wanted, tokens=RESPONSE_TOKENS, samples=len(SHAPE) // 2, rel=RELATIVE, abs=ABSOLUTE)
-    for report in found:  # replicas that share experts add up their tokens in orders of their own
+    for report in found:  # replicas that share experts sum their tokens in different orders
         for values, wanted in zip(report["told"], alone["told"], strict=True):
             for value, its in zip(values, wanted, strict=True):
                 assert value == pytest.approx(its, abs=TOLD)

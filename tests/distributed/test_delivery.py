@@ -1,4 +1,4 @@
-"""The ranks of one engine deliver together, and are of one mind about what became of it."""
+"""The ranks of one engine deliver together and agree on the outcome."""
 
 from tests.support.worlds import run_case
 

@@ -1,4 +1,4 @@
-"""Syncs of what changed by four real ranks, against full ones."""
+"""Delta syncs by four real ranks, compared with full ones."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_bytes_follow_what_changed(check: str, ranks: Ranks) -> None:
             if not full:
                 continue
             assert [number for number, run in enumerate(runs) if not run["compared"]] == [0, LOSES_BEFORE]
-            assert nothing < one_percent < 0.6 * full, "headers are a large part of so small a model"
+            assert nothing < one_percent < 0.6 * full, "headers are large compared with so small a model"
             assert everything <= full
             assert runs[2]["changed"] == 0 and runs[2]["compared"] > 0
             assert 0 < runs[1]["changed"] < 0.03 * runs[1]["compared"]

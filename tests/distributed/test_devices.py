@@ -1,4 +1,4 @@
-"""Everything that a model has is on its role's device, wherever a library made it. Meta is the device here."""
+"""Every tensor of a model is on its role's device, even if a library made it. The device here is meta."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support.marks import slow_but
 from tests.support.worlds import made_once, run_case
 
 QUICK = ("qwen3_tied", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss")
-"""Among them: windows, experts, biases of experts, shared experts with gates, latent attention, delta nets, sinks."""
+"""These include windows, experts, biases of experts, gated shared experts, latent attention, delta nets and sinks."""
 WITHOUT_FSDP = {"deepseek_v3", "deepseek_v3_tied", "moonlight", "glm4_moe", "glm4_moe_air", "hy_v3", "glm4_moe_lite"}
 WITHOUT_FSDP |= {"minimax_m2"}
 FAMILIES = [name for name in CHECKPOINTS if name not in VARIANTS]
@@ -40,7 +40,7 @@ ROUTERS = {"mixtral": "chunks.0.decoder.layers.0.mlp.router.weight", "qwen2_moe"
 
 @pytest.mark.parametrize("family", slow_but(ROUTERS, "mixtral"))
 def test_what_megatron_makes_on_the_host_is_named(family: str, tmp_path: Path) -> None:
-    """Without the move a router's weight is there, and the error says where it should be."""
+    """Without the move a router's weight stays on the host, and the error names its expected device."""
     (message,) = run_case("cases_devices:left_on_the_host", 1, family=family, folder=tmp_path)
     assert ROUTERS[family] in message
     assert "is on cpu, but the device of its role is meta" in message

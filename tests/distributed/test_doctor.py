@@ -1,4 +1,4 @@
-"""The doctor under torchrun: two agents on one machine stand for two nodes."""
+"""The doctor under torchrun, with two agents on one machine as two nodes."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An endpoint in front of an engine of two ranks: they draw the same turns, those that an engine of one rank draws."""
+"""An endpoint in front of an engine of two ranks: both generate the same turns as an engine of one rank."""
 
 from pathlib import Path
 

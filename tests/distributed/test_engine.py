@@ -1,5 +1,7 @@
-"""Tensor and expert parallelism change neither tokens nor log-probs, also with more ranks than KV heads, nor do
-interruptions, budgets for keys and values, and what is kept of conversations between their turns."""
+"""Tokens and log-probs do not depend on tensor and expert parallelism, even with more ranks than KV heads.
+
+Nor do they depend on interruptions, KV budgets, and cached keys and values between the turns of conversations.
+"""
 
 from pathlib import Path
 
@@ -17,14 +19,14 @@ ENGINES = [(4, 2, "qwen3_moe")]
 """Ranks of an engine, shares of its experts, and family. The dense checkpoints have two KV heads: with four ranks each
 head is held twice."""
 WITHIN = {"qwen3_5": 1e-4, "qwen3_next": 1e-4}
-"""Delta nets norm what heads put out, which may be next to nothing but for what was rounded."""
+"""Delta nets normalise the outputs of heads. Tiny outputs consist mostly of rounding errors."""
 INTERRUPTED, ALSO_INTERRUPTED = [(2, 2, "deepseek_v3")], [(4, 1, "qwen3")]
 
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2", "qwen3_next")
 WITH_EXPERTS += ("hy_v3", "gpt_oss")
 WITH_BIASES = ("llama_mlp_bias_dynamic", "qwen3_window_bias")
-"""Biases are cut or held by one rank alone; other variants differ in what every rank has."""
+"""Biases are cut or held by one rank alone. Other variants differ in parts present on every rank."""
 IN_FOUR = [(4, 2, "minimax_m2"), (4, 2, "gpt_oss")]
 SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)]
 SPARSE += IN_FOUR

@@ -1,5 +1,5 @@
-"""Models with experts, latent attention, windows and further norms train alike in every layout, and as transformers'
-do."""
+"""Models with experts, latent attention, windows and further norms train as transformers' models do, in every
+layout."""
 
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,10 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     # tp2_plain: Megatron's own gated delta net does not sum the gradient of its norm over these ranks (0.19).
     "qwen3_5": ["one_rank", "tp2_plain", "tp2_sequence_parallel", "pp4", "recomputed", "cp2", "cp4_by_heads"],
 }
-"""Each family is trained in the layouts that cut what is special in it; variants in the one that cuts their feature.
-Dense ones have what none of the others has: windows, rotary embeddings of their own, further norms."""
+"""Each family is trained in the layouts that cut its special parts; variants in one layout that cuts their feature.
+
+Dense families have windows, their own rotary embeddings, and further norms.
+"""
 RELATIVE = 1e-4
 IN_LAYOUTS = 5e-5
 
@@ -92,7 +94,7 @@ def test_gradients_are_those_of_transformers(ranks: Ranks, layouts: Layouts) -> 
 
 @QUICK_AND_SLOW
 def test_the_layout_changes_nothing(ranks: Ranks, layouts: Layouts) -> None:
-    """Loss, gradient norm and loads of every step, biases and log-probs after them."""
+    """Compares loss, gradient norm and loads of every step, and biases and log-probs after them."""
     for name, layout in [(name, layout) for name, of in layouts.items() for layout in of]:
         (expected,) = reports(ranks, f"{name}/one_rank")
         for report in reports(ranks, f"{name}/{layout}"):
@@ -128,7 +130,8 @@ def test_biases_move_by_the_rate_on_every_rank(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", slow_but(HALF, HALF[0]))
 def test_in_float16_experts_have_the_loss_scale_of_the_others(ranks: Ranks, name: str) -> None:
-    """Whichever gradients overflow: it halves once, and no weight or bias moves. One optimizer is distributed."""
+    """Whichever gradients overflow, the scale halves once, and no weight or bias moves. One optimizer is
+    distributed."""
     (expected,) = reports(ranks, f"{name.split('/')[0]}/one_rank")
     found = reports(ranks, f"{name}/float16")
     assert len(found) == 4 and all(report["steps"] == found[0]["steps"] for report in found)

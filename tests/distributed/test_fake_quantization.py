@@ -1,5 +1,7 @@
-"""Experts that are rounded in every pass train alike in every layout and by every backend: as transformers' model does
-whose weights are the rounded ones, and which moves those that are not."""
+"""Experts rounded in every pass train alike in every layout and with both backends.
+
+The reference is transformers' model with the rounded weights, whose gradients move the unrounded ones.
+"""
 
 import shutil
 from pathlib import Path
@@ -39,7 +41,7 @@ def folder(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[list[float]]:
-    """Log-probs of each sample by transformers, whose gradients lie beside."""
+    """Returns transformers' log-probs of each sample, and writes the gradients next to the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     write_gradients(folder / "transformers", response_mask())
@@ -87,7 +89,7 @@ def test_the_layout_changes_no_step(name: str, ranks: Ranks) -> None:
 def test_engines_get_the_rounded_weights_and_files_those_that_are_trained(
     name: str, ranks: Ranks, folder: Path
 ) -> None:
-    """Adapters that have learned nothing add nothing."""
+    """Untrained adapters add nothing."""
     reports(ranks, name)
     dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     start = {tensor: one.to(dtype) for tensor, one in weights_in(folder).items()}
@@ -99,7 +101,7 @@ def test_engines_get_the_rounded_weights_and_files_those_that_are_trained(
 
 @pytest.mark.parametrize("name", OF_WAYS)
 def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: Ranks) -> None:
-    """With adapters beside the rounded base too."""
+    """Includes adapters on the rounded base."""
     kind = name.partition("/")[2]
     (wanted,) = reports(ranks, f"megatron1/{kind}")
     rel = 5e-2 if "bfloat16" in kind else 1e-4
@@ -110,7 +112,7 @@ def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: 
 
 
 def test_what_rounding_keeps_for_backward_is_foretold(ranks: Ranks, folder: Path) -> None:
-    """By the byte."""
+    """The planned bytes are exact."""
 
     def foretold(rounded: dict[str, int] | None) -> int:
         model = {"path": "m", "dtype": "float32", "fake_quantization": rounded}

@@ -1,4 +1,4 @@
-"""A model of transformers under fully_shard gives Megatron's numbers, on any number of ranks, and its state goes to
+"""A transformers model under fully_shard gives Megatron's numbers on any number of ranks. Its state can move to
 Megatron and back."""
 
 from functools import partial
@@ -15,9 +15,9 @@ from tests.support.worlds import Ranks, made_once, reports, run_case
 FAMILY = "llama3"
 RELATIVE, ABSOLUTE = 1e-5, 2e-6
 TOLD = 4e-5
-"""Log-probs may differ by as much after updates."""
+"""Largest difference of log-probs after updates."""
 IN_BFLOAT16 = 5e-2
-"""transformers rounds at other places than Megatron's modules do. Logits of 5 are 0.03 apart in bfloat16."""
+"""transformers and Megatron's modules round at different places. Logits of 5 are 0.03 apart in bfloat16."""
 
 
 def world_of(folder: Path, slow: bool) -> Ranks:
@@ -89,7 +89,9 @@ def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: Ranks, name: str)
         for when in ("start", "end"):
             assert found[when] == pytest.approx(expected[when], abs=TOLD)
         pairs = [*zip(found["top"][0], expected["top"][0], strict=True)]
-        assert sum(ids != wanted for ids, wanted in pairs) < 0.02 * len(pairs), "all but a few that are as likely"
+        assert sum(ids != wanted for ids, wanted in pairs) < 0.02 * len(pairs), (
+            "only a few equally likely tokens differ"
+        )
         for likeliest, wanted in zip(found["top"][1], expected["top"][1], strict=True):
             assert likeliest == pytest.approx(wanted, abs=TOLD)
 

@@ -1,4 +1,4 @@
-"""Ranks of a group tell each other bytes and JSON of any size."""
+"""Ranks of a group exchange bytes and JSON of any size."""
 
 from rltrain.runtime.group_messages import FIRST_BYTES, broadcast_bytes, broadcast_json, gather_bytes
 from tests.support.worlds import run_case

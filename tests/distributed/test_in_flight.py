@@ -1,4 +1,4 @@
-"""Weights that change while engines decode: one engine of four ranks, one of a single rank, and a quick actor."""
+"""Weights change while engines decode: one engine of four ranks, one of a single rank, and a quick actor."""
 
 from tests.distributed.cases_in_flight import CONFIG, ENGINES, NUM_RANKS, ORDER, PER_STEP
 from tests.support.worlds import world
@@ -12,7 +12,7 @@ def test_all_ranks_join_every_sync_once_and_in_order(ranks):
 
 
 def test_ranks_of_an_engine_change_weights_at_the_same_decode_step(ranks):
-    """Every one of them has drawn each token with the same version."""
+    """All ranks generated each token with the same version."""
     leader, *followers = ENGINES[0]
     assert ranks[leader]["positions"]
     assert all(ranks[follower] == ranks[leader] for follower in followers)

@@ -1,4 +1,4 @@
-"""What four hosts' interfaces carry: every byte once for each host that needs it."""
+"""Traffic of four hosts' interfaces: every byte enters each host once if the host needs it."""
 
 from typing import Any
 
@@ -11,8 +11,11 @@ from tests.support.worlds import run_case
 pytestmark = pytest.mark.slow
 
 OVERHEAD, WORDS_BYTES = 0.02, 200_000
-"""At most: for packets' headers; for acknowledgements, messages' headers, counts of groups and meetings, and for two
-segments of 64 KiB that TCP sends again on a busy machine."""
+"""Upper limits: relative for headers of packets, absolute for all other overhead in bytes.
+
+The latter covers acknowledgements, headers of messages, counts of groups, meetings, and two segments of 64 KiB that TCP
+repeats on a busy machine.
+"""
 EVERY_RANK = "every rank as if on a node of its own"
 
 

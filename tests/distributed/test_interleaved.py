@@ -1,4 +1,4 @@
-"""Two stages whose chunks take turns train as one rank does, though each is both before and behind the other."""
+"""Two stages with alternating chunks train as one rank does. Each stage is both before and after the other."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_steps_and_log_probs_are_those_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_recomputed_are_those_that_the_dry_run_counts(tmp_path: Path) -> None:
-    """One of every chunk's, of chunks of 2, 0, 1 and 1 layers."""
+    """One layer of every chunk, of chunks of 2, 0, 1 and 1 layers."""
     (name,) = checkpoints = make_checkpoints(tmp_path, ["qwen2_tied"])
     ranks = run_case("cases_interleaved:recomputed", checkpoint=checkpoints[name], layout=UNEVEN, layers=1)
     grid, recompute = GRIDS[UNEVEN], schema.Recompute(layers=1)
@@ -45,4 +45,4 @@ def test_layers_that_are_recomputed_are_those_that_the_dry_run_counts(tmp_path: 
         assert set(found["runs"].values()) <= {found["micro_batches"], 2 * found["micro_batches"]}
         assert again == found["micro_batches"] * sum(recompute.full_layers(len(chunk)) for chunk in chunks)
     of_first = ranks[2]["runs"]
-    assert of_first["1"] < of_first["0"] == of_first["2"], "the second of the first chunk is kept"
+    assert of_first["1"] < of_first["0"] == of_first["2"], "the second layer of the first chunk is not recomputed"

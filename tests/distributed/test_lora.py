@@ -1,4 +1,4 @@
-"""Adapters train alike in every layout and as PEFT's do, on a base that stays as it is."""
+"""Adapters train alike in every layout and as PEFT's adapters do. Their base does not change."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ FUSED = {
     f"{OF_MEGATRON}mlp.linear_fc1.weight": [f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")],
     f"{OF_MEGATRON}mlp.linear_fc2.weight": [f"{LAYER}mlp.down_proj.weight"],
 }
-"""The transformers' parameters in Megatron's."""
+"""Megatron's parameters and the parameters of transformers inside them."""
 CLOSE = 1e-5
 ADAPTERS = "adapter_model.safetensors"
 
@@ -56,7 +56,7 @@ def base(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def of_families(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """What PEFT makes of other families, on the same samples, and transformers of one with experts."""
+    """Returns PEFT's results of other families for the same samples, and transformers' results of one with experts."""
     found = {}
     for name, (targets, _) in FAMILIES.items():
         make_family_checkpoint(name, folder / name)
@@ -72,7 +72,7 @@ def by_peft(base: Path, folder: Path) -> dict[str, Any]:
 
 
 def peft_made(base: Path, adapters: Path, targets: Sequence[str]) -> dict[str, Any]:
-    """Adapters that PEFT made, without a zero in them, and what it makes of the samples with them."""
+    """Writes adapters of PEFT without zeros, and returns their results for the samples."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def peft_made(base: Path, adapters: Path, targets: Sequence[str]) -> dict[str, A
 
 
 def with_gradients(model: torch.nn.Module, base: Path) -> torch.Tensor:
-    """Of the samples' tokens, log-probs by a model, which has the gradients of their loss then."""
+    """Returns the log-probs of the samples' tokens. The model then has the gradients of their loss."""
     columns = load_file(base / "experience.safetensors")
     mask, logprobs, entropies = columns["response_mask"].float(), [], []
     for tokens in columns["tokens"].split(columns["lengths"].tolist()):
@@ -108,8 +108,11 @@ def with_gradients(model: torch.nn.Module, base: Path) -> torch.Tensor:
 
 
 def made_with_experts(base: Path, adapters: Path, targets: Sequence[str]) -> dict[str, Any]:
-    """What transformers makes of weights with adapters merged, and what the weights' gradients say of the adapters':
-    PEFT has another kind for stacked experts."""
+    """Writes adapters of experts and returns transformers' results with the merged weights.
+
+    The adapters' gradients follow from those of the weights, because PEFT has another kind of adapter for stacked
+    experts.
+    """
     from transformers import AutoModelForCausalLM
 
     adapted = canonical_tensors(read_architecture(base).adapted(LORA.rank, tuple(targets)))
@@ -135,7 +138,7 @@ def made_with_experts(base: Path, adapters: Path, targets: Sequence[str]) -> dic
 
 
 def matrix_of(held: Mapping[str, Any], a: str) -> torch.Tensor:
-    """The matrix that an adapter goes with, of transformers' parameters, which have those of experts stacked."""
+    """Returns the matrix of an adapter in transformers' parameters. Experts are stacked there."""
     layer = a.removeprefix("base_model.model.").removesuffix(A)
     block, is_expert, matrix = layer.partition(".experts.")
     if not is_expert:
@@ -165,7 +168,7 @@ def assert_equal_steps(ranks: Ranks, name: str, expected: list[dict[str, float]]
 
 DENSE = [("qwen3", layout) for layout in FROM_PEFT]
 OTHERS = [(name, layout) for name, (_, layouts) in FAMILIES.items() for layout in layouts]
-"""Latent attention, layers that end in norms, and experts."""
+"""Latent attention, layers with norms at their end, and experts."""
 
 
 @pytest.mark.parametrize(("family", "layout"), slow_but(DENSE + OTHERS, *DENSE))
@@ -258,7 +261,7 @@ def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(r
 def test_sharded_experts_train_the_same_adapters(ranks: Ranks, way: str) -> None:
     (expected,) = reports(ranks, "backend_of_experts/megatron1x1")
     told_by_both = reports(ranks, f"backend_of_experts/{way}")[0]["steps"][0].keys()
-    assert {"loss", "grad_norm"} <= told_by_both, "all but the loads of experts"
+    assert {"loss", "grad_norm"} <= told_by_both, "all metrics agree except the loads of experts"
     steps = [{name: step[name] for name in told_by_both} for step in expected["steps"]]
     assert_equal_steps(ranks, f"backend_of_experts/{way}", steps)
     assert all(report["base_stays"] for report in reports(ranks, f"backend_of_experts/{way}"))
@@ -313,8 +316,11 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_what_adapters_keep_for_backward_is_foretold(ranks: Ranks, base: Path, backend: str) -> None:
-    """By the difference from what training of everything keeps, which is foretold by the byte. Transformers' model has
-    no gradient before the first matrix with an adapter, which its first layer is taken to have."""
+    """Compares the difference from full training. The plan for full training is exact.
+
+    Transformers' model has no gradient before the first matrix with an adapter. The plan assumes one in the first
+    layer.
+    """
 
     def foretold(lora: dict[str, Any] | None) -> Activations:
         model, placement = {"path": "m", "dtype": "float32", "lora": lora}, {"actor": 0, "rollout, reward": 1}

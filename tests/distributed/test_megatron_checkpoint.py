@@ -23,7 +23,7 @@ LAYOUTS = {
     "moonlight": ["pp2_ep2"],
     "value": ["tp2_pp2"],
 }
-"""Each is saved again at the last layout."""
+"""Each checkpoint is saved again in its last layout."""
 
 
 @made_once

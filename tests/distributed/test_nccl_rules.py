@@ -1,4 +1,4 @@
-"""What moves over NCCL on GPUs, under its rules on the CPU: tests/support/nccl_rules.py."""
+"""Transfers that use NCCL on GPUs, under its rules on the CPU (tests/support/nccl_rules.py)."""
 
 import re
 from pathlib import Path
@@ -26,13 +26,13 @@ def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: Ranks, group: st
     for rank in ranks:
         assert rank[f"reshard/{group}"]["wrong"] == [] and rank[f"reshard/{group}"]["num_rounds"] > 4
     assert sum(rank[f"reshard/{group}"]["compared"] for rank in ranks) > 150
-    assert ranks[1][f"reshard/{group}"]["idle"], "a rank that has nothing to send or to receive"
+    assert ranks[1][f"reshard/{group}"]["idle"], "some rank has nothing to send or to receive"
 
 
 def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: Ranks) -> None:
     runs = [run for rank in ranks for run in rank["delta"]]
     assert len(runs) > 40 and not any(run["wrong"] for run in runs)
-    assert any(run["compared"] and run["changed"] == 0 for run in runs), "headers alone"
+    assert any(run["compared"] and run["changed"] == 0 for run in runs), "only headers are sent"
     assert any(0 < run["changed"] < run["compared"] for run in runs)
 
 
@@ -50,7 +50,7 @@ def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: Ra
 
 
 def test_members_release_a_communicator_at_places_of_their_own() -> None:
-    """Though NCCL may have the first that destroys it wait for the other."""
+    """In NCCL the first member that destroys a communicator may wait for the other."""
     found = run_case("cases_nccl_rules:released_one_after_the_other", 2)
     assert found == [[3.0, 3.0, 3.0]] * 2
 

@@ -1,4 +1,4 @@
-"""Training with memory that comes and goes between all tasks equals training with memory that stays, bit for bit."""
+"""Training with memory offloaded between all tasks equals training with resident memory, bit for bit."""
 
 from pathlib import Path
 

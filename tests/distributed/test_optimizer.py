@@ -1,4 +1,4 @@
-"""Optimizers whose states lie on the host or are kept in bf16, and Muon: equal updates in every layout."""
+"""Optimizers with states on the host or in bf16, and Muon: equal updates in every layout."""
 
 from pathlib import Path
 
@@ -91,5 +91,5 @@ def test_activations_on_the_host_change_no_bit(tmp_path: Path) -> None:
             assert none == 0
             copied[name] = max(copied.get(name, 0), copies)
     assert len(copied) == len(OFFLOADED)
-    # With a layer in every chunk there is none but the last.
+    # The last layer of a chunk is not offloaded, and here a chunk has at most one layer.
     assert all((count > 0) != name.startswith("pp3_vpp2") for name, count in copied.items())

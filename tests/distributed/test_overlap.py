@@ -1,7 +1,7 @@
-"""Gradients that are reduced during backward and weights that are gathered during forward change no number.
+"""Overlap of gradient reduction with backward and of weight gathering with forward changes no number.
 
-Sums of two replicas are equal bit for bit in any order, and so are the weights made of them where nothing is clipped;
-sums of four, and norms, as far as float32 goes: shards of buckets lie otherwise, and are added up in another order.
+Sums of two replicas are equal bit for bit in any order. So are their weights if nothing is clipped. Sums of four
+replicas and norms agree to the precision of float32, because shards of buckets differ and are summed in another order.
 """
 
 import math
@@ -40,7 +40,7 @@ def test_steps_and_weights_are_the_same(ranks: Ranks, way: str) -> None:
 
 @EVERY
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(ranks: Ranks, way: str) -> None:
-    """Its advantages are infinite on one replica; steps around it change the weights as ever."""
+    """The advantages are infinite on one replica. Steps around it change the weights as usual."""
     for run in (run for runs in reports(ranks, way) for run in runs):
         skipped = run["skipped"]
         assert skipped["same"] and not math.isfinite(skipped["loss"])
@@ -55,6 +55,6 @@ def test_all_buckets_begin_during_backward_of_a_replica_with_samples(ranks: Rank
         begun = [begun for begun, _ in overlapped["begun"]]
         num_buckets = overlapped["begun"][0][1]
         assert num_buckets > 1 and begun[0] == begun[3] == begun[-1] == num_buckets, (number, begun)
-        assert begun[4] == 0, "a part may be followed by another"
-        assert sorted(begun[1:3]) in ([0, num_buckets], [0, 0]), "who has no samples begins them in step()"
+        assert begun[4] == 0, "another part may follow"
+        assert sorted(begun[1:3]) in ([0, num_buckets], [0, 0]), "a replica without samples begins them in step()"
         assert {number for number, _ in plain["begun"]} == {0}

@@ -1,4 +1,5 @@
-"""tools/parity.py names the layer in which trainer and engine part; a residual stream in fp32 brings them together."""
+"""tools/parity.py names the first layer in which trainer and engine differ; a residual stream in fp32 makes them
+agree."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ DISTURBED = {
     "final norm": ["model.norm.weight"],
     "logits": ["lm_head.weight"],
 }
-"""The stage that parts, by the tensors that are other ones."""
+"""The stage that differs -> the changed tensors."""
 OTHERS = {
     "megatron deepseek_v3": ("layer 1 attention", ["model.layers.1.self_attn.kv_b_proj.weight"]),
     "megatron glm4_moe": ("layer 3 mlp", ["model.layers.3.mlp.gate.e_score_correction_bias"]),
     "fsdp mixtral": ("layer 1 mlp", ["model.layers.1.block_sparse_moe.experts.2.w2.weight"]),
 }
-"""By backend and family, the same. Other tests compare each family of both sides with transformers."""
+"""The same by backend and family. Other tests compare each family of both sides with transformers."""
 
 
 @made_once

@@ -1,4 +1,4 @@
-"""Every patch that lets megatron-core run without CUDA is needed, and none is applied where there is CUDA."""
+"""megatron-core needs every patch to run without CUDA. With CUDA no patch is applied."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from tests.support.worlds import made_once
 
 pytestmark = pytest.mark.slow  # every test that trains with Megatron needs the patches
 NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|Cannot re-initialize CUDA in forked subprocess"
-"""A CPU build of torch says the first, a CUDA build on a machine without a GPU one of the others."""
-# Patch -> what fails when it is left out: a pattern of the error, and Megatron's file that raises it.
+"""A CPU build of torch has the first message. A CUDA build on a machine without a GPU has one of the others."""
+# Patch -> the failure without it: a pattern of the error, and the file of Megatron that raises it.
 FAILURES = {
     "current_device_is_the_cpu": (NO_CUDA, "megatron/core/distributed/param_and_grad_buffer.py"),
     "cuda_literals_mean_the_cpu": (NO_CUDA, "megatron/core/optimizer/optimizer.py"),
@@ -40,7 +40,7 @@ NEEDED = {
     "routers_use_torch": (ALWAYS, (0, 19)),
     "latent_attention_knows_no_transformer_engine": (ALWAYS, (0, 19)),
 }
-"""The first release of Megatron that needs a patch, and the first that no longer does."""
+"""The first Megatron release that needs a patch, and the first later one that does not."""
 RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 

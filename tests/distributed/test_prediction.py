@@ -1,5 +1,7 @@
-"""The layer that predicts a further token trains alike in every layout: its loss and all gradients are those of plain
-torch, one sample at a time, and of transformers' layers."""
+"""The layer that predicts a further token trains alike in every layout.
+
+Its loss and all gradients equal those of plain torch, one sample at a time, and of transformers' layers.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,7 @@ OF_FAMILY = {
     "qwen3_5": ["one_rank", "pp2"],
     "qwen3_next": ["one_rank", "tp2_ep2"],
 }
-"""Their layouts."""
+"""Layouts of each family."""
 
 
 class Trained:
@@ -45,7 +47,8 @@ trained = made_once(Trained)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_and_gradients_are_those_of_plain_torch(trained: Trained, way: str) -> None:
-    """No prediction crosses a sample's end, and a response's first tokens that no row predicts count nowhere."""
+    """No prediction crosses the end of a sample. The first tokens of a response without a predicting row do not
+    count."""
     likelihood, further = trained.losses[way]
     for layout in LAYOUTS:
         for found in trained.of(layout, way):
@@ -56,7 +59,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(trained: Trained, way: st
 
 
 def test_what_it_does_not_train_has_the_gradients_of_a_model_without_it(trained: Trained) -> None:
-    """Bit for bit."""
+    """Gradients are equal bit for bit."""
     without, layer, head, model = (trained.ranks[0]["gradients"][way] for way in ("without", *WAYS))
     assert without.keys() == {name for name in layer if not name.startswith("mtp.")}
     assert len(layer) > len(without) > 0
@@ -68,7 +71,7 @@ def test_what_it_does_not_train_has_the_gradients_of_a_model_without_it(trained:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_alike_in_every_layout(trained: Trained, way: str) -> None:
-    """The norm by which gradients are clipped has the embedding of both ends of a pipeline once."""
+    """The gradient norm for clipping counts the embedding on both ends of a pipeline once."""
     first = trained.of("one_rank", way)[0]
     assert first["steps"][-1]["mtp_loss"] < first["steps"][0]["mtp_loss"]
     for layout in LAYOUTS:

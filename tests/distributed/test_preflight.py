@@ -1,4 +1,4 @@
-"""Nodes that cannot work together are refused with one message: two agents on one machine stand for them."""
+"""Nodes that cannot work together are refused with one message. Two agents on one machine act as the nodes."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ SECOND, FIRST = f"on node 1 ({HOST})", f"on node 0 ({HOST})"
 
 
 def refusal(folder: Path, fault: str, *overrides: str, num_ranks: tuple[int, int] = (1, 1), **of_second: str) -> str:
-    """What the job says, which must be said once."""
+    """Returns the job's output and asserts a single message."""
     config = ["--config", str(REPOSITORY / "configs/quickstart.yaml"), f"output_dir={folder}/out"]
     placed = "placement={'actor, reference': 0, 'rollout, reward': 1}"
     program = ["tests/distributed/cases_preflight.py", *config, "actor.parallel.tp=1", placed, *overrides]

@@ -6,7 +6,7 @@ from rltrain.runtime.placement import group_lists
 from tests.distributed.cases_process_groups import GRIDS, WORLD_SIZE
 from tests.support.worlds import world
 
-# To torch "cpu:gloo" is another backend than "gloo": it takes the path of a device backend, with gloo groups beside it.
+# To torch "cpu:gloo" is another backend than "gloo": it is handled like a device backend, with gloo groups in addition.
 BACKENDS = {"gloo": 1, "cpu:gloo": 2}
 
 

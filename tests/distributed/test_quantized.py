@@ -28,7 +28,7 @@ def test_every_placement_equals_the_oracle(kind: str, way: str, ranks: Ranks) ->
 
 
 def test_the_cases_are_worth_trying(ranks: Ranks) -> None:
-    """Blocks of several ranks, boxes that fan out, and ranks in one layout only are among them."""
+    """They include blocks of several ranks, boxes that fan out, and ranks in one layout only."""
     quantised = {name: found for results in ranks for name, found in results.items() if name.endswith("fp8")}
     assert max(found["split"] for found in quantised.values()) > 40
     assert sum(found["fanned out"] > 0 for found in quantised.values()) >= 3

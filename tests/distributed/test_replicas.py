@@ -1,4 +1,4 @@
-"""Replicas whose weights are no longer equal end the run, with the rank and the parameter."""
+"""Replicas with different weights end the run, with the rank and the parameter."""
 
 import re
 
@@ -23,7 +23,7 @@ def test_a_bit_that_turned_over_is_found_when_it_is_looked_for(dp: int, named: s
 
 
 def test_what_replicas_have_is_put_behind_each_other_on_every_rank() -> None:
-    """Two ranks a replica, of two that have one number and none; then one rank each."""
+    """First two ranks a replica, with one number and none; then one rank each."""
     for tp, numbers in ((2, [0]), (1, [0, 10, 11, 20, 21, 22])):
         told = run_case("cases_replicas:put_behind_each_other", tp=tp)
         expected = {"numbers": numbers, "truths": [bool(number) for number in numbers]}

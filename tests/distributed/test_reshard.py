@@ -57,7 +57,9 @@ def test_what_neighbours_read_is_packed_once_and_passes_through_no_wire(ranks: R
     shared, wired = (ranks[3][check][name] for check in ("shared memory", "small buckets"))
     assert shared["sharing"] == [True, False] and wired["sharing"] == [False, False]
     sent_to = shared["sent_to"]
-    assert sent_to["0"] == sent_to["2"] and shared["packed"] == sent_to["0"] + sent_to["1"], "0 and 2 read the same"
+    assert sent_to["0"] == sent_to["2"] and shared["packed"] == sent_to["0"] + sent_to["1"], (
+        "ranks 0 and 2 read the same"
+    )
     name = "disaggregated tp2 -> tp1 dp2, llama"
     sharing = [results["two nodes, shared memory"][name]["sharing"] for results in ranks]
     assert sharing == [[False, False]] * 2 + [[False, True]] * 2

@@ -1,4 +1,5 @@
-"""Role reward_model gives what transformers' classifier says of the same conversations, in every parallel layout."""
+"""Role reward_model gives the scores of transformers' classifier for the same conversations, in every parallel
+layout."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ LONGEST = 64
 
 @made_once
 def scores(folder: Path) -> tuple[dict[str, list[float]], list[dict[str, list[float]]]]:
-    """By family what transformers says, and what every rank does."""
+    """Returns transformers' scores by family, and the scores of every rank."""
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     expected = {family: scores_by_transformers(folder / family, family) for family in FAMILIES}
     return expected, run_case("cases_reward_model:all_cases", 2, folder=folder, families=[*FAMILIES])
@@ -24,7 +25,7 @@ def scores(folder: Path) -> tuple[dict[str, list[float]], list[dict[str, list[fl
 
 @torch.no_grad()
 def scores_by_transformers(path: Path, family: str) -> list[float]:
-    """Of every response to every prompt. Of texts that are too long for the model, of their end."""
+    """Returns the scores of every response to every prompt. Texts too long for the model are cut to their end."""
     from jinja2 import Template
 
     model, template = make_random(path, family, **FAMILIES[family]), Template(TEMPLATE)
@@ -39,7 +40,7 @@ def scores_by_transformers(path: Path, family: str) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(scores, family):
-    """Also where a text ends in what transformers takes for padding."""
+    """One text ends in tokens that transformers takes for padding."""
     expected, ranks = scores
     for number, rank in enumerate(ranks):
         assert rank[f"{family}/tp2"] == pytest.approx(expected[family], abs=5e-5)

@@ -1,5 +1,5 @@
-"""Choices of experts that are given: alike in every layout, with transformers' gradients, and as close to the engine's
-log-probs as a dense model's."""
+"""Given choices of experts are replayed alike in every layout, with transformers' gradients. Log-probs are then as
+close to the engine's as for a dense model."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ MODEL = "qwen3_moe"
 
 
 def write_replayed_gradients(path: Path) -> None:
-    """As `write_gradients`, of transformers' model with routers that choose what is given."""
+    """Writes gradients like `write_gradients`, of transformers' model with routers that make the given choices."""
     architecture = read_architecture(path)
     lengths, numbers = torch.tensor(LENGTHS), torch.arange(len(LENGTHS))
     experience = Experience(group_ids=numbers, sample_ids=numbers, lengths=lengths)
@@ -49,7 +49,8 @@ SPREAD = {"float32": 1e-7, "bfloat16": 2e-2}
 
 
 def close_scores(folder: Path, spread: float) -> Path:
-    """A checkpoint of two kinds of experts, of which every token takes two of one kind, and rounding decides which."""
+    """Writes a checkpoint with two kinds of experts. Every token takes two of one kind, and rounding decides between
+    them."""
     path = write_checkpoint(folder, MODEL, num_hidden_layers=4, mlp_only_layers=[])
     weights = load_file(path / "model.safetensors")
     for name, gate in weights.items():
@@ -69,7 +70,7 @@ def ranks(folder: Path) -> Ranks:
 
 
 def test_gradients_are_those_of_transformers_with_the_same_choices(ranks: Ranks) -> None:
-    """The gates' among them: weights are the routers' own scores."""
+    """Includes gradients of the gates, because weights are the routers' own scores."""
     differences = reports(ranks, "one_rank")[0]["differences"]
     assert sum(name.endswith("router.weight") for name in differences) == 3
     assert max(differences.values()) < RELATIVE, differences
@@ -77,7 +78,7 @@ def test_gradients_are_those_of_transformers_with_the_same_choices(ranks: Ranks)
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one_rank"])
 def test_layouts_replay_alike(ranks: Ranks, layout: str) -> None:
-    """Log-probs, the optimizer step's report, and what each rank's routers choose by themselves in its layers."""
+    """Compares log-probs, the report of the optimizer step, and the routers' own choices in each rank's layers."""
     (expected,) = reports(ranks, "one_rank")
     assert expected["step"]["replayed_choices"] == pytest.approx(0.75, abs=0.1)
     assert expected["step"]["replayed_choices_differing"] > 0.5
@@ -100,7 +101,7 @@ def test_layouts_replay_alike(ranks: Ranks, layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", SPREAD)
 def test_close_scores_part_trainer_and_engine_unless_choices_are_replayed(ranks: Ranks, dtype: str) -> None:
-    """In bfloat16 what is left is rounding, as of a dense model."""
+    """In bfloat16 only rounding remains, as for a dense model."""
     found = ranks[0]["engine"][dtype]
     (mean, largest), (replayed_mean, replayed_largest) = found["without"], found["replayed"]
     assert found["step"]["replayed_choices_differing"] > 1e-3

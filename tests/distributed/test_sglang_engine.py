@@ -1,4 +1,4 @@
-"""An SGLang engine over several ranks: all see the same, though the first alone has the server."""
+"""An SGLang engine over several ranks: all see the same, although only the first has the server."""
 
 from tests.support.rollout_models import ragged_requests
 from tests.support.sglang_server import next_token
@@ -24,7 +24,7 @@ def test_the_second_rank_sees_what_the_first_sees() -> None:
     assert {1, 2} >= set(first["update"][-1]["policy_versions"])
     num_unfinished, num_restarts, version, num_advances = first["facts"]
     assert (num_unfinished, num_restarts, version) == (0, 2, 2)
-    assert num_advances == 3 * 3, "at every start, on every rank"
+    assert num_advances == 3 * 3, "once per start on every rank"
     diverged, refused = first["errors"]
     assert "version 3" in diverged and diverged.endswith("0 unfinished")
     assert "status 400: no such thing as straße" in refused

@@ -13,14 +13,14 @@ AT_ONCE_S = 4.0
 
 
 def failure_of(case: str, folder: Path) -> tuple[str, float]:
-    """What torchrun printed for a case that fails, as it must, and how long it took from the fault on."""
+    """Runs a case that must fail. Returns torchrun's output and the seconds since the fault."""
     with pytest.raises(AssertionError, match="failed on") as failure:
         run_distributed(f"{CASES}:{case}", NUM_RANKS, {"folder": str(folder)}, timeout_s=100)
     return str(failure.value), time.time() - (folder / FAULT_FILE).stat().st_mtime
 
 
 def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
-    """torchrun sends them the very signal that asks them to save, and waits for them before it restarts the job."""
+    """torchrun sends the others the same signal that asks a job to save, and waits for them before a restart."""
     output, seconds = failure_of("killed", tmp_path)
     assert "exitcode  : -9" in output and "the job saves at the end of its step" not in output, output
     assert seconds < AT_ONCE_S

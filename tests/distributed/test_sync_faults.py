@@ -1,4 +1,4 @@
-"""Weight syncs that fail: in seconds, with an error that says why, and never with half-written weights served."""
+"""A failing weight sync ends within seconds with the reason, and half-written weights are never served."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_a_rank_that_dies_between_rounds_ends_the_others(way: str) -> None:
         if way == "in_shared_memory":
             assert "packed by rank 1" in broken["error"] and "its process has ended" in broken["error"]
         assert any(f"{word} rank" in broken["error"] for word in ("of", "from", "by")), broken
-        # Over gloo what a process had sent may be lost with its connections, however early it came.
+        # Over gloo the data of an ended process may be lost with its connections, even if it was sent early.
         assert (way == "over_gloo" or broken["num_written"] > 0) and broken["num_written"] < broken["num_parameters"]
         assert broken["policy_version"] is None
         assert "weights are incomplete" in broken["generate"]

@@ -1,4 +1,4 @@
-"""One model trained in many parallel layouts gives the same numbers, and those of transformers."""
+"""One model trained in many parallel layouts gives the same numbers, equal to transformers'."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from tests.support.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.support.worlds import Ranks, made_once, reports, run_case
 
 TRAINED_MOST, TIED = "qwen3", "qwen2_tied"
-"""The first has two layers; the others have four, of which stages of pipelines hold two."""
+"""The first has two layers; the others have four, two on each stage of a pipeline."""
 BASE, *QUICK = QUICK_LAYOUTS[TRAINED_MOST]
 LAYOUTS = [*QUICK, *(layout for layout in SLOW_LAYOUTS[TRAINED_MOST] if layout != BASE)]
 BASELINE = f"{TRAINED_MOST}/tp1/{ONE_MICRO_BATCH}"
@@ -63,7 +63,7 @@ def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: Ranks, 
     assert report["steps"][0]["grad_norm"] == pytest.approx(report["expected_grad_norm"], rel=OF_TRANSFORMERS)
 
 
-# pp3_vpp2 has a stage without layers in its middle, where Megatron's HybridStack has wrong gradients (0.19).
+# pp3_vpp2 has a middle stage without layers. There Megatron's HybridStack has wrong gradients (0.19).
 @pytest.mark.parametrize("layout", slow_but(["tp2_pp2", "pp3_vpp2"], "pp3_vpp2"))
 def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: Ranks, layout: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
@@ -155,7 +155,9 @@ def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks:
     steps = first["steps"]
     overflowed = [step["overflowed_updates"] for step in steps]
     assert overflowed == [s["skipped_updates"] for s in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
-    assert [s["loss_scale"] for s in steps[:5]] == [2.0 ** (16 - place) for place in range(5)], "also when resumed"
+    assert [s["loss_scale"] for s in steps[:5]] == [2.0 ** (16 - place) for place in range(5)], (
+        "the resumed run continues the window"
+    )
     assert not all(overflowed)
     made = overflowed.index(0)
     assert [s["loss_scale"] / steps[made]["loss_scale"] for s in steps[made : made + 2]] == [1, 2], "after a window"
@@ -189,6 +191,6 @@ def test_megatron_global_state_is_never_initialized(ranks: Ranks) -> None:
 
 
 def test_ranks_compute_with_the_instructions_that_the_environment_names(ranks: Ranks) -> None:
-    """They are forked from a process that has loaded torch. tests/processors.sh relies on it."""
+    """They are forked from a process with torch loaded. tests/processors.sh relies on it."""
     named = os.environ.get("ATEN_CPU_CAPABILITY") or torch.backends.cpu.get_cpu_capability()
     assert {rank["instructions"] for rank in ranks} == {named.upper()}

@@ -1,4 +1,4 @@
-"""A training state that was saved goes on as if nothing had happened, in the same parallel layout or another."""
+"""A run resumed from a saved training state equals an unbroken one, in the same parallel layout or another."""
 
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_it_goes_on_in_another_layout(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_nothing_of_the_state_changes_on_the_way(ranks: Ranks, name: str) -> None:
-    """Saved again from the other layout it is what it was."""
+    """Saved again from the other layout, the state is the same."""
     assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
     assert min(ranks[0][name]["distinct_values"].values()) > 10_000
 

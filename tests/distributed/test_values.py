@@ -17,7 +17,7 @@ ranks = made_once(lambda folder: run_case("cases_values:all_cases", 2, critics=m
 def test_scores_and_gradients_are_those_of_transformers(ranks: Ranks, name: str) -> None:
     for report in reports(ranks, name):
         assert report["scores"] < 1e-4
-        assert report["of_texts"] < 1e-4, "a sample's score is what the classifier says of its text"
+        assert report["of_texts"] < 1e-4, "a sample's score is the classifier's score of its text"
         assert abs(report["loss"]) < 1e-5
         for parameter, difference in report["gradients"].items():
             assert difference < 1e-4, parameter

@@ -1,4 +1,4 @@
-"""A sync that was tampered with is noticed on every rank, and its tensor named."""
+"""A tampered sync is noticed on every rank, with the name of the tensor."""
 
 import re
 
@@ -41,6 +41,6 @@ def test_the_ranks_concerned_are_named(ranks: Ranks) -> None:
     assert "differs on rank(s) 3 from what rank(s) 1 sent" in overlapping["swap_two_rows"]
     assert "differs on rank(s) 2, 3 from what rank(s) 1 sent" in overlapping["change_the_source"]
     assert "weight_sync.verify" in overlapping["flip_a_bit"] and "transport=full_gather" in overlapping["flip_a_bit"]
-    # What is fanned out is compared with the rank that passed it on.
+    # Fanned-out data is compared with the rank that passed it on.
     fanned_out = ranks[0]["tp2 -> tp1 dp2 on another node, fp32 to fp8"]
     assert "differs on rank(s) 3 from what rank(s) 2 sent" in fanned_out["swap_two_rows"]

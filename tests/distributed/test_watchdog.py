@@ -1,4 +1,4 @@
-"""A job in which a rank hangs or dies ends soon and says who, where and since when; a slow one goes on."""
+"""A job with a hanging or dead rank ends soon and reports the rank, its task and the time. A slow job continues."""
 
 import re
 import time
@@ -16,7 +16,7 @@ VICTIM_TASKS = slow_but(VICTIMS, "weight_sync")
 
 
 def failure_of(case: str, folder: Path, **arguments: str) -> str:
-    """What torchrun printed for a case that fails, as it must, and soon after the fault."""
+    """Runs a case that must fail soon after the fault, and returns torchrun's output."""
     with pytest.raises(AssertionError, match="failed on") as failure:
         run_distributed(f"{CASES}:{case}", NUM_RANKS, {"folder": str(folder), **arguments}, timeout_s=100)
     assert time.time() - (folder / FAULT_FILE).stat().st_mtime < SOON_S
@@ -49,7 +49,7 @@ def test_a_frozen_process_is_named_by_the_next_one(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_others(task: str, tmp_path: Path) -> None:
     output = failure_of("killed", tmp_path, task=task)
     assert re.search(rf"rank +: {VICTIMS[task]} .*\n.*exitcode +: -9", output), output
-    assert not (tmp_path / "stalls").exists(), "the launcher ends the job long before anybody is out of waiter"
+    assert not (tmp_path / "stalls").exists(), "the launcher ends the job long before any wait times out"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ NUM_EXPERTS = 4
 
 @pytest.fixture(scope="session")
 def quickstart_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with model/, train.jsonl and eval.jsonl."""
+    """Returns the folder with model/, train.jsonl and eval.jsonl."""
     folder = tmp_path_factory.mktemp("quickstart")
     succeed([sys.executable, "tools/make_quickstart.py", "--output", str(folder / "start"), "--seed", "0"], 120)
     return folder / "start"
@@ -29,22 +29,23 @@ def data_overrides(quickstart_files: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def warmed_up() -> Path:
-    """A checkpoint of the quickstart's warm-up: model_path of tests that go on from there.
+    """Returns a checkpoint of the quickstart's warm-up: the model_path of tests that continue from there.
 
-    `bash launch/quickstart.sh` makes it anew, as runs/quickstart/sft/hf.
+    `bash launch/quickstart.sh` makes it again, as runs/quickstart/sft/hf.
     """
     return REPOSITORY / "tests/warmed_up"
 
 
 @pytest.fixture(scope="session")
 def warm_start(warmed_up: Path, data_overrides: list[str]) -> list[str]:
-    """Overrides of a job that begins where the warm-up ended."""
+    """Returns the overrides of a job that begins at the end of the warm-up."""
     return [f"model.path={warmed_up}", *data_overrides]
 
 
 @pytest.fixture(scope="session")
 def upcycled(warmed_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warmed-up checkpoint with its MLP as each of four experts, of which any two are it: it draws as before."""
+    """Returns the warmed-up checkpoint with its MLP as each of four experts. Two chosen experts equal the MLP, so it
+    generates as before."""
     folder = tmp_path_factory.mktemp("upcycled")
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(warmed_up / file, folder)

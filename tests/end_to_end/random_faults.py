@@ -1,7 +1,9 @@
-"""Faults of a job over hosts, drawn or given, and what came of each, as JSON: to be run by hand, as root.
+"""Causes random or given faults in a job over hosts and prints the outcome of each as JSON. Run it by hand, as root.
 
-python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K] [--kinds A,B]
-[--restarts] [key=value ...], where FILES is what tools/make_quickstart.py has written.
+    python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K]
+        [--kinds A,B] [--restarts] [key=value ...]
+
+FILES is the output folder of tools/make_quickstart.py.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from tests.support.jobs import read_records, sample_ids
 
 Outcome = dict[str, Any]
 
-# moment -> seconds that it takes about
+# moment -> its approximate seconds
 MOMENTS = {
     "join": 0.2,
     "connect": 0.2,
@@ -71,7 +73,7 @@ def outcome(hosts: Hosts, folder: Path, files: Path, faults: Sequence[Fault], *m
 
 
 def one_after_the_other(chance: random.Random, number: int, num_hosts: int, kinds: Sequence[str]) -> list[Fault]:
-    """For a job that goes on after each of them: the later ones come at later steps."""
+    """Returns faults for a job that continues after each of them. Later faults come at later steps."""
     faults = []
     for i in range(number):
         fault = drawn(chance, num_hosts, kinds)
@@ -84,7 +86,7 @@ def one_after_the_other(chance: random.Random, number: int, num_hosts: int, kind
 
 
 def result(folder: Path) -> tuple[dict[int, dict[str, float]], dict[int, list[int]]]:
-    """Metrics that say what was learnt, and ids of the samples, by step."""
+    """Returns the metrics of learning, and the ids of the samples, by step."""
     records = read_records(folder / "run")
     learnt = ("train", "rollout/reward", "rollout/response")
     values = {r["step"]: {name: value for name, value in r.items() if name.startswith(learnt)} for r in records}
@@ -93,7 +95,7 @@ def result(folder: Path) -> tuple[dict[int, dict[str, float]], dict[int, list[in
 
 
 def with_restarts(hosts: Hosts, folder: Path, files: Path, faults: Sequence[Fault], *more: str) -> Outcome:
-    """And whether the run is equal to one that nothing happens to."""
+    """Runs with restarts, and compares the run with an undisturbed one."""
     more = (*more, f"steps={2 * len(faults) + 3}")
     whole = outcome(hosts, folder / "whole", files, [], *more)
     assert set(whole["statuses"]) == {0}, whole

@@ -1,4 +1,4 @@
-"""An environment whose steps take their time."""
+"""An environment with slow steps."""
 
 import asyncio
 import random
@@ -7,8 +7,10 @@ from rltrain.environments.interface import Action, Row, StepResult
 
 
 class SlowEnvironment:
-    """Answers with digits until `turns` turns have been made, after `seconds` on average, twice as many at most. Those
-    of a process wait beside each other."""
+    """Answers with digits for `turns` turns. A step takes `seconds` on average and at most twice as long.
+
+    Environments of one process wait concurrently.
+    """
 
     def __init__(self, seconds: float, turns: int) -> None:
         self.seconds, self.turns = seconds, turns

@@ -1,10 +1,12 @@
-"""A job of many short steps, of which ranks are killed now and then, and what its processes hold meanwhile, as JSON: to
-be run by hand.
+"""Runs a job of many short steps, kills ranks now and then, and prints the resources of its processes as JSON. Run it
+by hand.
 
-python -m tests.end_to_end.soak FOLDER --quickstart FILES [--mode M] [--steps N] [--kill-every K] [--seed S]
-[key=value ...], where FILES is what tools/make_quickstart.py has written. FOLDER/held.jsonl gets a line every few
-seconds. What is printed in the end has medians over the tenth of the steps in the middle and over the last tenth:
-whatever grows with the steps is larger in the second.
+    python -m tests.end_to_end.soak FOLDER --quickstart FILES [--mode M] [--steps N] [--kill-every K] [--seed S]
+        [key=value ...]
+
+FILES is the output folder of tools/make_quickstart.py. FOLDER/held.jsonl gets a line every few seconds. The final
+output has medians over the tenth of the steps in the middle and over the last tenth. A quantity that grows with the
+steps is larger in the last tenth.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def command(folder: Path, files: Path, mode: str, steps: int, restarts: int, mor
 
 
 def ranks_of(agent: int) -> dict[int, int]:
-    """rank -> process, of the children of torchrun that have been told their rank."""
+    """Returns rank -> process id, of torchrun's children with a rank."""
     found = {}
     for task in Path(f"/proc/{agent}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -89,7 +91,7 @@ def held_by(process: int) -> Held:
 
 
 def steps_done(metrics: Path) -> int:
-    """Without reading all of a long file."""
+    """Returns the number of finished steps. Reads only the end of the file."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -100,7 +102,7 @@ def steps_done(metrics: Path) -> int:
 
 
 def make_model(folder: Path, files: Path) -> None:
-    """Of one small layer, so that a step is what surrounds it."""
+    """Makes a model of one small layer, so that the step consists mostly of other work."""
     sizes = {"vocab": 300, "layers": 1, "hidden": 32, "heads": 2, "kv-heads": 2, "head-dim": 16, "intermediate": 32}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     maker = [sys.executable, "tools/make_tiny_model.py", f"--output={folder}/model", f"--corpus={files}/train.jsonl"]
@@ -108,7 +110,7 @@ def make_model(folder: Path, files: Path) -> None:
 
 
 class Watched:
-    """A job, whose processes are looked at from outside."""
+    """A job observed from outside its processes."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.folder: Path = given.folder
@@ -131,7 +133,7 @@ class Watched:
             try:
                 yield self._look(steps)
                 self._kill_if_due(steps)
-            except (FileNotFoundError, ProcessLookupError):  # a rank or torchrun itself ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # a rank or torchrun has ended
                 continue
 
     def _look(self, steps: int) -> Held:
@@ -158,7 +160,7 @@ class Watched:
 
 
 def growth(observed: Sequence[Held], steps: int) -> dict[str, tuple[float, float]]:
-    """quantity -> medians in the tenth of the steps in the middle and in the last tenth."""
+    """Returns quantity -> medians in the tenth of the steps in the middle and in the last tenth."""
     middle = [one for one in observed if 0.5 <= one["step"] / steps < 0.6]
     last = [one for one in observed if one["step"] / steps >= 0.9]
     seen = [{name for one in observations for name in one} for observations in (middle, last)]
@@ -167,7 +169,7 @@ def growth(observed: Sequence[Held], steps: int) -> dict[str, tuple[float, float
 
 
 def _median(observed: Sequence[Held], name: str) -> float:
-    """Of the times when there was a process that held it."""
+    """Returns the median over the observations with this quantity."""
     return statistics.median(one[name] for one in observed if name in one)
 
 

@@ -1,4 +1,5 @@
-"""Some steps of the quickstart's task by every algorithm that learns from rewards, with all that shapes these."""
+"""Every algorithm that learns from rewards makes some steps of the quickstart's task, with all kinds of reward
+shaping."""
 
 import json
 import math
@@ -36,7 +37,7 @@ IN_ENVIRONMENT = (
     "reward={function: environment}",
 )
 RESUMED = "rloo"
-"""Saves after its first step, from which another run goes on."""
+"""Saves after its first step. Another run resumes from there."""
 MORE = {
     "grpo": SHAPED,
     "rloo": (*SHAPED, "checkpoint.save_interval=1"),
@@ -61,7 +62,7 @@ def two_functions(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def runs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one of each name, "resumed" and "remax in an environment": one after the other in one process."""
+    """Returns a folder with one run of each name, "resumed" and "remax in an environment", made in one process."""
     folder = tmp_path_factory.mktemp("algorithms")
     common = [*warm_start[:2], *SMALL]
     more = {**MORE, "gdpo": (two_functions(folder),)}

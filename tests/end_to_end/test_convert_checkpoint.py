@@ -1,4 +1,4 @@
-"""The command as users start it: alone, by torchrun, and interrupted."""
+"""The conversion command as users start it: alone, by torchrun, and interrupted."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def succeed(launcher: list[str], *arguments: object) -> str:
 
 @pytest.mark.slow
 def test_two_processes_convert_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There as a user starts it, and back in forked processes."""
+    """Converts in unforked processes like a user's, and back in forked ones."""
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, "qwen3_moe", dtype=torch.bfloat16, shard="20KB")
     with monkeypatch.context() as not_forked:
@@ -72,7 +72,7 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A checkpoint whose conversion takes a moment."""
+    """Returns a checkpoint large enough that its conversion takes a moment."""
     make_checkpoint(tmp_path / "large", "llama", vocab_size=300_000)
     return tmp_path / "large"
 

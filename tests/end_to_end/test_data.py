@@ -1,4 +1,4 @@
-"""A whole job whose prompts come from two sources by weight, from easy to hard, with tools of neither."""
+"""A whole job with weighted prompts of two sources, from easy to hard."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.jobs import QUICKSTART, column, read_lines, train
 
 @pytest.mark.slow
 def test_a_job_on_two_sources(quickstart_files: Path, warmed_up: Path, tmp_path: Path) -> None:
-    """What a run reports of them, and that its samples say where their prompts are from."""
+    """Checks the run's reports about both sources, and the sources recorded with its samples."""
     rows = read_lines(quickstart_files / "train.jsonl")[:64]
     easy = tmp_path / "easy.jsonl"
     easy.write_text("".join(json.dumps(row | {"level": number}) + "\n" for number, row in enumerate(rows)))

@@ -1,4 +1,4 @@
-"""Jobs whose weight sync sends what changed: they draw and learn as those do that send everything."""
+"""Jobs with delta weight syncs generate and learn the same as jobs with full syncs."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_drawn_and_trained_is_the_same(way: str, warm_start: list[str], tmp_path: Path) -> None:
-    """Bit for bit, and in both with checksums of what both sides hold."""
+    """Equality is bit for bit. Both jobs compare checksums of the weights on both sides."""
     ranks = 3 if "placement" in "".join(WAYS[way]) else 2
     full, delta = (
         train(QUICKSTART, *warm_start, f"output_dir={tmp_path / name}", *SMALL, *WAYS[way], *more, num_ranks=ranks)
@@ -44,10 +44,10 @@ def test_what_is_drawn_and_trained_is_the_same(way: str, warm_start: list[str], 
         assert full == [1.0, 0.0, 0.0, 0.0]
         assert all(0 < share < 0.8 for share in column(delta, "perf/weight_sync_changed_share"))
     elif "model.dtype" not in "".join(WAYS[way]):
-        assert full == [1.0, 0.0, 1.0, 1.0], "all of float32 changes: for some steps it is not tried again"
+        assert full == [1.0, 0.0, 1.0, 1.0], "all float32 weights change, so some syncs are full without a try"
 
 
 def test_weights_in_flight_are_those_of_their_step(warm_start: list[str], tmp_path: Path) -> None:
     flight = (f"output_dir={tmp_path}", *SMALL, "schedule={mode: asynchronous, max_staleness: 1}", *COMPARED)
     records = train(QUICKSTART, *warm_start, *flight, num_ranks=2)
-    assert column(records, "perf/weight_sync_is_full") == [1.0, 0.0, 1.0], "steps 0 and 1 have the first"
+    assert column(records, "perf/weight_sync_is_full") == [1.0, 0.0, 1.0], "steps 0 and 1 use the first weights"

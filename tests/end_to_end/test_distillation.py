@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def disturbed(warmed_up: Path, tmp_path: Path) -> Path:
-    """The warmed-up checkpoint with noise on its weights, which it forgets much by."""
+    """Returns the warmed-up checkpoint with noise on its weights. It makes the model much worse."""
     folder = tmp_path / "disturbed"
     shutil.copytree(warmed_up, folder)
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def test_the_actor_becomes_like_its_teacher(
     records = train(CONFIG, *paths, "steps=24", "evaluation.interval=0", "actor.optimizer.lr=1e-3")
     distances, scores = column(records, "train/teacher_kl"), column(records, "eval/score")
     assert sum(distances[-5:]) / 5 < 0.4 * distances[0]
-    assert scores[0] < 0.2 < 0.25 < scores[-1], "the teacher's is 0.35"
+    assert scores[0] < 0.2 < 0.25 < scores[-1], "the teacher's score is 0.35"
 
 
 def test_each_row_has_the_teacher_that_it_names(
@@ -63,7 +63,7 @@ def test_each_row_has_the_teacher_that_it_names(
 
 
 def test_the_penalty_may_be_the_divergence_over_the_whole_vocabulary(warm_start: list[str], tmp_path: Path) -> None:
-    """With the reference in another layout than the actor's; on average it is what k3 estimates."""
+    """The reference has another layout than the actor. On average the divergence equals the k3 estimate."""
     records = train(
         QUICKSTART,
         *[*warm_start, f"output_dir={tmp_path}", "data.eval=null", "steps=3"],

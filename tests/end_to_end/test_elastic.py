@@ -1,4 +1,4 @@
-"""Runs that go on with more or fewer ranks than their checkpoint was saved by."""
+"""Runs resumed with more or fewer ranks than their checkpoint was saved by."""
 
 import json
 import os
@@ -24,20 +24,20 @@ PROMPTS, SAMPLES, STEPS = 4, 4, 5
 
 
 class Elastic:
-    """A job that is started again and again by one command, with as many ranks as there are."""
+    """A job started repeatedly by one command, each time with all available ranks."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.folder, self.overrides = folder, overrides
 
     def go_on(self, num_ranks: int, *, after: int = 0) -> Run:
-        """From the checkpoint of a step, all that was saved later being lost, to the end: what the run has reported."""
+        """Deletes the checkpoints after step `after`, resumes to the end, and returns the reports of the whole run."""
         for step in range(after + 1, STEPS + 1):
             shutil.rmtree(self.folder / "checkpoints" / name_of(step), ignore_errors=True)
         train(QUICKSTART, *self.overrides, f"output_dir={self.folder}", num_ranks=num_ranks, timeout_s=120)
         return self.whole(STEPS)
 
     def whole(self, steps: int) -> Run:
-        """What a run of so many steps has reported, which is each of them, and every sample, once."""
+        """Returns the reports of a run of so many steps. Every step and every sample must be reported once."""
         metrics, ids = reported(self.folder)
         assert list(metrics) == [*range(steps)]
         counts = Counter(number for of_step in ids.values() for number in of_step)
@@ -56,7 +56,7 @@ def elastic(warm_start: list[str], tmp_path: Path) -> Elastic:
 
 
 def test_replicas_of_the_actor_come_and_go(elastic: Elastic) -> None:
-    """One of them and three. What is drawn from the weights of a checkpoint is equal, and what is learnt from it but
+    """The actor has one replica, then three. Samples from a checkpoint's weights are equal. Updates are equal except
     for the order of sums."""
     elastic.overrides += ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1"]
     (first, first_ids), (second, second_ids) = elastic.go_on(2), elastic.go_on(4, after=3)
@@ -66,7 +66,8 @@ def test_replicas_of_the_actor_come_and_go(elastic: Elastic) -> None:
 
 
 def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
-    """Two, one and two again: unfinished responses, and experience on its way, go on where there are engines."""
+    """Two engines, then one, then two: unfinished responses and experience in flight continue on the remaining
+    engines."""
     elastic.overrides += ["placement={'actor, reference': 0-1, 'rollout, reward': rest}", PARTIAL]
     elastic.overrides.append("rollout.max_running_requests=6")
     first, second, third = [elastic.go_on(num_ranks, after=after)[0] for num_ranks, after in ((4, 0), (3, 1), (4, 3))]
@@ -75,14 +76,16 @@ def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
 
 
 KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=3"
-"""When torchrun takes a node for lost, not yet where it is slow, and how long it waits for others to come back, in
-seconds."""
+"""Settings of torchrun: a node is lost after 6 missed keep-alives of 1 s each, but a slow one is not. torchrun waits 3
+s for others to come back."""
 LIMIT_S = 120
 
 
 def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
-    """Three agents stand for three nodes, the first one with torchrun's rendezvous. Ranks of two train together, so
-    those that are left notice at once."""
+    """Three agents act as three nodes. The first has torchrun's rendezvous.
+
+    Ranks of two nodes train together, so the remaining ranks notice the loss at once.
+    """
     steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
     placed = ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1", f"steps={steps}"]
     placed.append("timeouts.no_progress_s=30")
@@ -109,7 +112,7 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
     finally:
         for agent in agents:
             agent.kill()
-    told = "".join((tmp_path / f"node{node}").read_text() for node in range(2))  # whichever notices first says so
+    told = "".join((tmp_path / f"node{node}").read_text() for node in range(2))  # the first agent to notice reports it
     assert statuses == [0, 0], told
     assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "going on after step" in told, told
     assert json.loads(job.read_text())["world_size"] == 2

@@ -1,4 +1,4 @@
-"""Whole jobs whose samples are conversations with environments on ranks of their own, or on others' ranks."""
+"""Whole jobs with environments, on their own ranks or on the ranks of other roles."""
 
 import sys
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_every_sample_is_trained_on_once_in_every_order_and_across_a_restart(
     records = train(QUICKSTART, *overrides, "steps=4", num_ranks=3)
     assert len(column(records, "train/loss")) == 4
     ids = [number for of_step in sample_ids(tmp_path).values() for number in of_step]
-    assert len(ids) == len(set(ids)) == 4 * 16, "nobody is trained on twice, or lost"
+    assert len(ids) == len(set(ids)) == 4 * 16, "no sample is trained on twice or lost"
     assert all(failed == 0 for failed in column(records, "env/failed"))
 
 
@@ -96,7 +96,7 @@ def test_an_agent_draws_its_turns_at_the_endpoint(kind: str, tmp_path: Path, war
     assert len(column(records, "train/loss")) == 1
     assert all(failed == 0 for failed in column(records, "env/failed"))
     for sample in read_lines(tmp_path / "samples.jsonl"):
-        assert sample["length"] > 0, "what the agent asked for was drawn and recorded"
+        assert sample["length"] > 0, "all turns requested by the agent are generated and recorded"
         is_right = sample["response"].rpartition(",")[2] == sample["label"]
         assert sample["reward"] in ((is_right,) if kind == "program" else (0.0, 1.0))
 
@@ -105,7 +105,8 @@ def test_an_agent_draws_its_turns_at_the_endpoint(kind: str, tmp_path: Path, war
 def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
     tmp_path: Path, quickstart_files: Path, data_overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In front of an engine of two ranks, which takes new weights while it draws for the actor on another."""
+    """The endpoint is in front of an engine of two ranks. It takes new weights while it generates for the actor
+    elsewhere."""
     monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
     steps = 4
     records = train(
@@ -125,12 +126,14 @@ def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
     for turns in versions:
         drawn = [version for turn in turns for version in turn]
         assert drawn == sorted(drawn) and drawn[-1] < steps, "weights only get newer"
-    assert any(len({*turn}) > 1 for turns in versions for turn in turns), "some have come inside a turn"
-    assert any(turns[k][-1] < turns[k + 1][0] for turns in versions for k in range(len(turns) - 1)), "or between two"
+    assert any(len({*turn}) > 1 for turns in versions for turn in turns), "some syncs come inside a turn"
+    assert any(turns[k][-1] < turns[k + 1][0] for turns in versions for k in range(len(turns) - 1)), (
+        "some syncs come between two turns"
+    )
 
 
 def versions_of_turns(sample: dict[str, Any]) -> list[list[int]]:
-    """Of the tokens that were drawn in each turn; those that were not have version 0."""
+    """Returns the policy versions of the generated tokens of each turn. Other tokens have version 0."""
     ends = sample["turns"]
     told = [*zip(sample["policy_versions"], sample["loss_mask"], strict=True)]
     assert all(version == 0 for version, drawn in told if not drawn)
@@ -142,7 +145,7 @@ def versions_of_turns(sample: dict[str, Any]) -> list[list[int]]:
 def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
     tmp_path: Path, warm_start: list[str]
 ) -> None:
-    """With no word of the reward, which then is what environments give."""
+    """The config says nothing about the reward, so the environments give it."""
     settings = [setting for setting in SETTINGS if not setting.startswith("reward")]
     quickstart = yaml.safe_load(QUICKSTART.read_text())
     config = tmp_path / "config.yaml"
@@ -160,7 +163,7 @@ def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
 
 @pytest.mark.slow
 def test_a_tiny_model_plays_a_text_game(tmp_path: Path) -> None:
-    """After some steps of its warm-up it writes moves that the game takes, and is rewarded for some games."""
+    """After some steps of warm-up the model writes valid moves and is rewarded for some games."""
     start, warm_up = tmp_path / "start", tmp_path / "sft"
     succeed([sys.executable, "tools/make_text_game.py", "--output", str(start), "--seed", "0"], 120)
     paths = [f"model.path={start}/model", f"data.train.path={start}/warm_up.jsonl", f"output_dir={warm_up}"]
@@ -177,7 +180,7 @@ def test_a_tiny_model_plays_a_text_game(tmp_path: Path) -> None:
 
 
 SLOW_TURNS, SHARE_OF_DECODING = 8, 0.7
-"""What an environment takes on average, of what the engine takes to decode a turn of all samples."""
+"""Turns of the slow environment, and its mean time as a share of the time to decode a turn of all samples."""
 SLOW_SETTINGS = [
     *("placement={'actor, rollout, reward': 0, env: 1}", "actor={parallel: {tp: 1}, optimizer: {lr: 1.0e-9}}"),
     *("loss={kl: {coef: 0}, old_logprobs: rollout}", "reward={function: exact_match}", "data.eval=null", "steps=3"),
@@ -205,7 +208,7 @@ def generating_s(files: Path, output: Path, *, overlap: bool, seconds: float) ->
 @pytest.mark.slow
 @pytest.mark.alone
 def test_environments_that_step_while_engines_decode_are_faster(quickstart_files: Path, tmp_path: Path) -> None:
-    """Beside the order in which they take turns; repeated where the machine was busy."""
+    """The baseline alternates between engine and environments. The measurement is repeated on a busy machine."""
     for number in range(3):
         decoding = generating_s(quickstart_files, tmp_path / f"decoding{number}", overlap=False, seconds=0.0)
         seconds = SHARE_OF_DECODING * decoding / SLOW_TURNS

@@ -1,4 +1,4 @@
-"""What the dry run foretells of every role's memory is what the role holds in a real job."""
+"""The dry run's estimate of every role's memory agrees with the memory in a real job."""
 
 from pathlib import Path
 
@@ -50,6 +50,6 @@ def test_within_five_per_cent(name: str, quickstart_files: Path, tmp_path: Path)
     job = plan_job(config, placement, role_architectures(config, placement.roles), 4)
     for role in {"actor", "rollout", "reference", "critic"} & set(placement.roles):
         held = record.get(f"memory/{role}_resident_bytes")
-        parts = resident_bytes(job, role, job.grids[role].pp - 1)  # its leader, which reports, is on its last stage
+        parts = resident_bytes(job, role, job.grids[role].pp - 1)  # the reporting leader is on the last stage
         assert (not parts) == (held is None) == (role == "reference" and LORA in chosen), "it is the actor's base"
         assert sum(parts.values()) == pytest.approx(held or 0, rel=0.05), f"{role}: {parts}"

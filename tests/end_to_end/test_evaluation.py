@@ -1,4 +1,4 @@
-"""Evaluation sets in whole jobs: beside training, and of a checkpoint alone."""
+"""Evaluation sets in whole jobs: during training, and for a checkpoint alone."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def sets_of(files: Path) -> str:
 
 @pytest.fixture(scope="module")
 def trained(quickstart_files: Path, warmed_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(records, folder) of a run whose engine is a step ahead and gets weights in flight."""
+    """Returns (records, folder) of a run whose engine is a step ahead and gets weights in flight."""
     output = tmp_path_factory.mktemp("evaluation") / "run"
     records = train(
         QUICKSTART,
@@ -45,7 +45,7 @@ def test_sets_are_evaluated_beside_training_and_the_best_policy_is_kept(trained:
     by_step = {record["step"]: record for record in records}
     assert [step for step, record in by_step.items() if "eval/sampled/pass@2" in record] == [0, 2, 4]
     assert [step for step, record in by_step.items() if "eval/short/score" in record] == [0, 4]
-    assert column(records, "eval/sampled/policy_version") == [0, 2, 4], "each by the weights of its step"
+    assert column(records, "eval/sampled/policy_version") == [0, 2, 4], "each evaluation uses the weights of its step"
     assert set(column(records, "eval/short/response_length_mean")) == {3}
     assert max(column(records, "train/staleness_max")) == 1
     passed = {step: record["eval/sampled/pass@2"] for step, record in by_step.items() if step % 2 == 0}
@@ -57,7 +57,7 @@ def test_sets_are_evaluated_beside_training_and_the_best_policy_is_kept(trained:
 
 
 def evaluate(files: Path, checkpoint: Path, output: Path, num_ranks: int) -> dict[str, Any]:
-    """launch/evaluate.py by the same config; what it wrote."""
+    """Runs launch/evaluate.py with the same config and returns its output."""
     script = ["launch/evaluate.py", "--checkpoint", str(checkpoint), "--output", str(output)]
     data = "data={train: {path: nowhere.jsonl}, max_prompt_tokens: 16}"
     done = succeed([*torchrun(num_ranks), *script, "--config", str(QUICKSTART), data, sets_of(files)], timeout_s=200)

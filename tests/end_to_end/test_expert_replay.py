@@ -1,4 +1,4 @@
-"""GRPO of a model with experts, which the actor's replicas and an engine's ranks share out."""
+"""GRPO of a model with experts. They are divided among the actor's replicas and among the engine's ranks."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ STEPS = 4
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["rollout", "off"])
 def test_engine_and_actor_agree_on_experts(replay: str, upcycled: Path, data_overrides: list[str], tmp_path: Path):
-    """The actor takes the experts that the engine chose, or chooses itself."""
+    """The actor uses the engine's choices of experts, or its own."""
     records = train(
         REPOSITORY / "configs/quickstart_moe.yaml",
         *[f"model.path={upcycled}", f"output_dir={tmp_path}", *data_overrides, "data.eval=null"],

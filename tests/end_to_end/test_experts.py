@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE learns by supervised steps, its experts dealt out to ranks: the whole job, as a user starts it."""
+"""A tiny Qwen3-MoE learns by supervised steps, with its experts divided among ranks: the whole job of a user."""
 
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_it_learns_goes_on_bit_for_bit_and_loads_in_transformers(start: Path, tm
 
 @torch.no_grad()
 def loss_of_transformers(path: Path, data: Path) -> float:
-    """Mean negative log-likelihood of the rows' response tokens, the end of sequence among them."""
+    """Returns the mean negative log-likelihood of the rows' response tokens and their end of sequence."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

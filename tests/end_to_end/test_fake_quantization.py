@@ -1,5 +1,5 @@
-"""Whole jobs whose experts compute as if they were in INT4: engines draw with what the trainer computes with, and
-checkpoints have what it trains."""
+"""Whole jobs with experts in simulated INT4. Engines generate with the rounded weights of the trainer, and checkpoints
+have the unrounded ones."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ APART = (
     "checkpoint={save_interval: 0, save_hf: false}",
     "steps=2",
 )
-"""Other models of the policy, on other ranks than the actor. Rounding twice by 7.5 is not rounding once."""
+"""Further models of the policy, on other ranks than the actor. Rounding twice by 7.5 differs from rounding once."""
 ROUNDED = (
     f"model.fake_quantization={{group_size: {GROUP_SIZE}}}",
     "weight_sync={verify: true, delta: {in_shared_memory: true}}",
@@ -53,12 +53,12 @@ def jobs(upcycled: Path, data_overrides: list[str], tmp_path_factory: pytest.Tem
 
 
 def test_engines_draw_with_what_the_actor_computes_with(jobs: Path) -> None:
-    """An engine's ranks cut groups that the actor's have whole. What changed alone is sent, and compared."""
+    """The engine's ranks cut groups that the actor's ranks hold whole. Only changes are sent, and they are verified."""
     records = read_records(jobs / "whole")
     assert len(column(records, "train/loss")) == STEPS
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 2e-4
     assert column(records, "train/reference_kl")[0] < 1e-6 < column(records, "train/reference_kl")[-1]
-    assert column(records, "perf/weight_sync_changed_share"), "no sync sent what changed"
+    assert column(records, "perf/weight_sync_changed_share"), "no sync sent changes only"
 
 
 def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
 
 
 def test_others_that_get_the_actors_weights_round_them_once(jobs: Path) -> None:
-    """As it does itself: the old log-probs are inference's, and the reference is refreshed before each step."""
+    """The actor rounds once too. The old log-probs are inference's, and the reference is refreshed before each step."""
     records = read_records(jobs / "apart")
     assert column(records, "train/grad_norm")[0] > 0
     for name in ("train/ppo_kl", "train/reference_kl"):

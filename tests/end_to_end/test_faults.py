@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, or lose a checkpoint go on as if nothing had happened, or say what is wrong."""
+"""Runs that are killed, stopped, or lose a checkpoint continue as if nothing had happened, or report the problem."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from tests.support.jobs import SHORT, Run, read_records, reported
 
 STEPS = 6
 STOPS_WITHIN_S = 15.0
-"""From a signal to the end of these small jobs, on a busy machine."""
+"""Seconds from a signal to the end of these small jobs, on a busy machine."""
 
 Kill = dict[str, Any]
 
 
 class Stand:
-    """A folder in which the same job is started again and again: two ranks, the actor on 0 and the engine on 1."""
+    """A folder for repeated starts of the same job. It has two ranks: the actor on 0 and the engine on 1."""
 
     ranks = 2
     rendezvous: tuple[str, ...] = ("--standalone",)
@@ -47,7 +47,7 @@ class Stand:
         return Job([*launcher, *torchrun, *script, *run, *settings, f"output_dir={self.folder}", *overrides])
 
     def run(self, *overrides: str, kills: Sequence[Kill] = (), timeout_s: float = 120) -> str:
-        """What a job printed, which must end well."""
+        """Returns the output of a job that must succeed."""
         script = ["tests/support/killed_train.py", json.dumps(kills), str(self.folder)]
         job = self.start(*overrides, script=script, torchrun=(f"--max-restarts={len(kills)}",))
         status, output = job.end(timeout_s)
@@ -55,7 +55,7 @@ class Stand:
         return output
 
     def refusal(self, *overrides: str) -> str:
-        """What a job printed, which must end as one with a mistake that its user can mend, and say so once."""
+        """Returns the output of a job that must end with a single message about a user's mistake."""
         job = self.start(*overrides)
         status, output = job.end(timeout_s=60)
         assert status == 1 and re.search(r"exitcode +: 2 ", output), output
@@ -85,7 +85,7 @@ class Job:
         )
 
     def rank(self, rank: int) -> int:
-        """The process of a rank."""
+        """Returns the process id of a rank."""
         return ranks_of(self.agent.pid)[rank]
 
     def wait_until(self, happened: Callable[[], bool], timeout_s: float = 180) -> None:
@@ -96,7 +96,7 @@ class Job:
             time.sleep(0.02)
 
     def end(self, timeout_s: float) -> tuple[int, str]:
-        """Its exit status and all that it printed; the test fails where it takes longer."""
+        """Returns the exit status and the output. Fails the test if the job runs longer than `timeout_s`."""
         try:
             output, _ = self.agent.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -113,7 +113,7 @@ def stand(warm_start: list[str], tmp_path: Path) -> Stand:
 
 @pytest.fixture(scope="module")
 def whole(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
-    """Where the job has run to its end, undisturbed."""
+    """Returns the folder of a job that has run to its end, undisturbed."""
     stand = Stand(tmp_path_factory.mktemp("undisturbed"), warm_start)
     stand.run()
     return stand
@@ -126,7 +126,7 @@ def undisturbed(whole: Stand) -> Run:
     return values, ids
 
 
-# moment -> (the rank that it is of, seconds that it takes about)
+# moment -> (its rank, its approximate seconds)
 MOMENTS = {
     "generate": (1, 0.1),
     "update": (0, 0.1),
@@ -137,8 +137,10 @@ MOMENTS = {
 
 
 def random_kills(seed: int, number: int) -> list[Kill]:
-    """As many, every kind of moment among them, each in what is left to do after those before it: with a checkpoint
-    after every step."""
+    """Returns `number` kills with every kind of moment. Each is within the remaining work after the kills before it.
+
+    The job must save a checkpoint after every step.
+    """
     chance = random.Random(seed)
     kinds = [list(MOMENTS)[i % len(MOMENTS)] for i in range(number)]
     chance.shuffle(kinds)
@@ -154,17 +156,17 @@ def random_kills(seed: int, number: int) -> list[Kill]:
 
 
 def killed(stand: Stand, kills: list[Kill], *overrides: str) -> str:
-    """What a run printed that goes on after all `kills`."""
+    """Returns the output of a run that must continue after all `kills`."""
     output = stand.run(*overrides, kills=kills, timeout_s=60 * (len(kills) + 1))
     missed = [kills[i] for i in range(len(kills)) if not (stand.folder / f"kill_{i}").exists()]
     assert not missed, output
-    assert not list(stand.checkpoints.glob(".step_*")), "what a killed save leaves is removed"
+    assert not list(stand.checkpoints.glob(".step_*")), "leftovers of a killed save are removed"
     return output
 
 
 @pytest.mark.slow
 def test_experience_on_its_way_survives_kills(stand: Stand, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of an engine that is two steps ahead; both ranks' messages and collectives share a process group."""
+    """The engine is two steps ahead. Both ranks' messages and collectives share a process group."""
     ahead = "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"
     whole = Stand(tmp_path_factory.mktemp("whole"), stand.paths)
     whole.run(ahead)
@@ -186,7 +188,7 @@ def test_a_run_that_loses_ranks_at_twenty_random_moments_equals_an_undisturbed_o
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for one checkpoint and half of the next."""
+    """Mounts a separate file system with room for one and a half checkpoints."""
     path = tmp_path / "disk"
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(path)], capture_output=True)
@@ -232,7 +234,7 @@ def to_the_agent(job: Job, number: signal.Signals) -> None:
 
 
 def to_everyone(job: Job, number: signal.Signals) -> None:
-    """As a terminal does on Ctrl-C; torchrun then sends its ranks another one."""
+    """Sends the signal to all processes, as Ctrl-C in a terminal does. torchrun then sends its ranks another one."""
     for process in (job.agent.pid, job.rank(0), job.rank(1)):
         os.kill(process, number)
 
@@ -270,7 +272,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
     stopped = re.search(rf"{number.name}: stopped after step (\d+), saved in {stand.checkpoints}", output)
     assert stopped and 0 < int(stopped[1]) < STEPS, output
     assert "rltrain: " not in output and "exitcode" not in output and str(REPOSITORY / "rltrain") not in output
-    monkeypatch.delenv(SETTING, raising=False)  # what comes after the signal need not be started as a user does
+    monkeypatch.delenv(SETTING, raising=False)  # the next run may be forked
     assert f"going on after step {stopped[1]}" in stand.run()
     assert stand.reported() == undisturbed
 

@@ -1,5 +1,7 @@
-"""Rollouts on weights in FP8: the weight sync quantises, engines draw, the actor corrects. test_resume.py has a model
-that learns from them."""
+"""Rollouts with FP8 weights: the weight sync quantises, engines generate, the actor corrects.
+
+test_resume.py has a model that learns from them.
+"""
 
 import math
 from pathlib import Path
@@ -13,7 +15,7 @@ FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.correction.high=2.0
 
 @pytest.mark.slow
 def test_both_ways_of_syncing_give_engines_the_same_weights(warm_start: list[str], tmp_path: Path) -> None:
-    """With tensor parallelism on both sides; what engines hold is compared with the quantised weights of the actor."""
+    """Both sides use tensor parallelism. The engines' weights are compared with the actor's quantised weights."""
     small = ("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "steps=2", *SHORT)
     common = [*warm_start, *FP8, *small, "rollout.parallel.tp=2", "weight_sync.verify=true"]
     jobs = {way: [*common, f"weight_sync.transport={way}"] for way in ("planned", "full_gather")}

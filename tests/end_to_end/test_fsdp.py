@@ -1,4 +1,4 @@
-"""Whole jobs whose models torch's fully_shard trains: as Megatron's are, from each other's checkpoints too."""
+"""Whole jobs trained with torch's fully_shard: equal to Megatron's, also from each other's checkpoints."""
 
 import json
 import shutil
@@ -14,12 +14,12 @@ from tests.support.jobs import QUICKSTART, REPOSITORY, column, reported, train, 
 from tests.support.tolerances import ADAM_EPS
 
 APART = "placement={'actor, reference': 0-2, 'rollout, reward': 3}"
-"""Three ranks, of which no matrix of the model is a multiple."""
+"""Three ranks for the actor. They divide no matrix of the model evenly."""
 OPTIMIZER = f"optimizer: {{lr: 3e-4, warmup_steps: 5, decay: linear, eps: {ADAM_EPS}}}"
 FSDP = (APART, f"actor={{backend: fsdp, parallel: {{tp: 1}}, {OPTIMIZER}}}")
 MEGATRON = (APART, f"actor={{parallel: {{tp: 1}}, {OPTIMIZER}}}")
 TWO_SAMPLES = 2 / (PROMPTS * SAMPLES)
-"""Of a step's rewards: after some updates a token or two is drawn otherwise."""
+"""Tolerance of a step's mean reward: after some updates one or two tokens differ."""
 
 
 def from_checkpoint(folder: Path) -> str:
@@ -48,7 +48,7 @@ def test_first_steps_have_megatrons_rewards(jobs: dict[str, Any]) -> None:
     for step in range(STEPS):
         found, expected = (jobs[name][step] for name in ("fsdp", "megatron"))
         assert found["rollout/reward_mean"] == pytest.approx(expected["rollout/reward_mean"], abs=TWO_SAMPLES)
-        assert found["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "weights that came by the sync are the actor's"
+        assert found["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "synced weights are the actor's"
     assert jobs["fsdp"][0] == pytest.approx(jobs["megatron"][0], rel=1e-2, abs=1e-4)
 
 
@@ -84,7 +84,7 @@ def test_the_quickstart_reaches_nine_tenths(warm_start: list[str], tmp_path: Pat
 
 @pytest.fixture
 def gpt2(warmed_up: Path, tmp_path: Path) -> Path:
-    """A family without a table, of random weights, with the quickstart's tokenizer."""
+    """Returns a model of a family without a table, with random weights and the quickstart's tokenizer."""
     folder = tmp_path / "gpt2"
     shutil.copytree(warmed_up, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
     shutil.copy(warmed_up / "tokenizer_config.json", folder)

@@ -1,4 +1,4 @@
-"""A tiny gpt-oss learns by supervised steps and goes on by GRPO, with its experts dealt out to ranks."""
+"""A tiny gpt-oss learns by supervised steps and continues with GRPO, with its experts divided among ranks."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ TEXTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def make_model(folder: Path, warmed_up: Path) -> Path:
-    """With the tokenizer of the quickstart, and as wide as its model."""
+    """Makes a model with the quickstart's tokenizer and the width of its model."""
     import transformers
 
     sizes = json.loads((warmed_up / "config.json").read_text())
@@ -59,7 +59,7 @@ def test_it_learns_and_the_engine_draws_from_what_was_learned(
     records = train(
         REPOSITORY / "configs/quickstart_moe.yaml",
         *(f"model.path={learned}", f"output_dir={tmp_path / 'grpo'}", *data_overrides, "data.eval=null"),
-        "model.moe.aux_loss_coef=0.1",  # so that weights change whatever the rewards are
+        "model.moe.aux_loss_coef=0.1",  # makes weights change for any rewards
         *("model.router_replay=rollout", f"steps={BY_GRPO}"),
         "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}",
     )

@@ -9,7 +9,7 @@ from tests.support.jobs import REPOSITORY, column, read_lines, read_records, tra
 from tests.support.tolerances import ADAM_EPS
 
 NUM_ROWS = 21
-"""That neither two nor four ranks share evenly."""
+"""A number of rows not divisible by two or four ranks."""
 
 
 def loss_by_transformers(model_path: Path, rows: list[dict[str, str]]) -> float:

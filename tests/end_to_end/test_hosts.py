@@ -1,5 +1,8 @@
-"""A job over two hosts, namespaces with addresses of their own: as on one host, also over a slow cable, until something
-happens to it; then it ends within `timeouts.lost_s` or goes on, and each side says once what it knows."""
+"""A job over two hosts: network namespaces with their own addresses.
+
+It gives the results of one host, even over a slow cable. After a fault it ends within `timeouts.lost_s` or continues,
+and each side reports its knowledge once.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,13 +18,13 @@ from tests.support.jobs import read_records, reported, train
 pytestmark = pytest.mark.slow
 
 LOST_S = 10
-"""A busy machine may let no rank run for seconds."""
+"""Seconds. On a busy machine no rank may run for several seconds."""
 CLEAN_UP_S = 60
-"""For messages, stacks, and torchrun, there too."""
+"""Seconds for messages, stacks, and torchrun, on a busy machine too."""
 LIMITS = f"timeouts={{no_progress_s: 60, lost_s: {LOST_S}}}"
 STEPS = "steps=5"
 MODEL_MBIT = 2.5
-"""Of a weight sync: what the engine's host receives of the model, at least."""
+"""Megabits that the engine's host receives in a weight sync, at least."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def alone(quickstart_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the same job has run on one host."""
+    """Returns the folder of the same job on one host."""
     folder = tmp_path_factory.mktemp("alone")
     config, *overrides = small_job(folder, quickstart_files, 2, STEPS)
     train(config.removeprefix("--config="), *overrides, num_ranks=2)
@@ -43,7 +46,7 @@ def alone(quickstart_files: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def job(hosts: Hosts, quickstart_files: Path, tmp_path: Path) -> Iterator[Any]:
-    """(faults, restarts) -> the job, which has ended."""
+    """Returns a function (faults, restarts) -> the ended job."""
     jobs = []
 
     def run(faults: Sequence[Fault] = (), restarts: int = 0, limit_s: float = LOST_S + CLEAN_UP_S) -> HostJob:
@@ -82,7 +85,7 @@ AT_START = {"moment": "connect", "step": 0, "rank": 1, "held": True}
 
 @pytest.mark.parametrize("moment, does", [(AT_SYNC, r"\w+\[\d\] \(.*\)"), (AT_START, "(starting|reading data.train)")])
 def test_hosts_that_are_cut_apart_end_each_with_its_message(job: Any, moment: Fault, does: str) -> None:
-    """The first one knows what the last heartbeat said, which may be a step old."""
+    """The first host knows the last heartbeat. It may be a step old."""
     ended = job([{**moment, "kind": "cut", "host": 2}])
     assert 0 not in ended.statuses
     (first,), (second,) = ended.messages(1), ended.messages(2)

@@ -1,4 +1,4 @@
-"""A job whose engines are launch/serve.py on other ports, of which one is killed and another takes its place."""
+"""A job with engines of launch/serve.py on other ports. One is killed and another replaces it."""
 
 import subprocess
 import time
@@ -43,10 +43,12 @@ def start_job(urls: Path, output: Path, *overrides: str) -> Popen:
     )
 
 
-@pytest.mark.slow  # test_http_engine.py has every protocol's servers come, go and die in seconds
+@pytest.mark.slow  # test_http_engine.py tests servers of every protocol in seconds
 def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], tmp_path: Path) -> None:
-    """Each of the two ranks asks one server; what the one that is killed was drawing, the one that comes draws. It has
-    to catch up: servers are given what changed alone, and compare checksums of what comes of it."""
+    """Each of the two ranks uses one server. The new server finishes the samples of the killed one.
+
+    It has to catch up: servers receive only changes, and compare checksums of the result.
+    """
     urls, output = tmp_path / "urls", tmp_path / "run"
     with ExitStack() as servers:
         options = ("--token", TOKEN, "--max-context-tokens", "64")
@@ -69,20 +71,20 @@ def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], 
     records = read_records(output)
     assert [record["step"] for record in records] == [*range(STEPS)]
     assert all(len(ids) == PROMPTS * SAMPLES for ids in sample_ids(output).values())
-    assert max(column(records, "train/train_rollout_logprob_abs_diff")) < 0.05, "as far as bfloat16 goes"
+    assert max(column(records, "train/train_rollout_logprob_abs_diff")) < 0.05, "equal to the precision of bfloat16"
     assert max(column(records, "train/staleness_max")) == 0
     assert column(records, "rollout/weight_files_are_full") == [1, 0, 0, 1, 0]
     whole, *_, delta = column(records, "rollout/weight_files_bytes")
     assert 0 < delta < whole / 5
     assert "is given the whole checkpoint" not in stdout + stderr
     assert TOKEN not in "".join(path.read_text() for path in output.glob("*.json*"))
-    assert not (output / "http_weights").exists(), "what engines have loaded is removed"
+    assert not (output / "http_weights").exists(), "loaded weight files are removed"
 
 
 @pytest.mark.slow
 def test_weights_come_while_conversations_are_under_way(data_overrides: list[str], tmp_path: Path) -> None:
-    """Asynchronously, with partial rollouts, evaluations, environments, adapters, and a judge at a server of its own:
-    one rank trains, the other asks three servers."""
+    """The job is asynchronous, with partial rollouts, evaluations, environments, adapters, and a judge at its own
+    server. One rank trains, the other uses three servers."""
     steps = 3
     urls, output, judge = tmp_path / "urls", tmp_path / "run", make_judge_who_loves("1", tmp_path / "judge")
     with ExitStack() as servers:

@@ -1,4 +1,4 @@
-"""Ranks without a role: a run that has some does all that one without them does."""
+"""Ranks without a role: a run with some of them does the same as a run without them."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The quickstart's GRPO on its four processes: what is reported is so.
+"""The reports of the quickstart's GRPO on its four processes are correct.
 
-`.ci/run` runs the whole quickstart and checks that the model learns, which test_fsdp.py does for backend fsdp.
+`.ci/run` runs the whole quickstart and checks that the model learns. test_fsdp.py checks it for backend fsdp.
 """
 
 import math
@@ -36,7 +36,7 @@ def test_every_step_reports_what_users_look_for_and_engine_and_actor_agree_after
 
 
 def test_the_checkpoint_reproduces_the_reported_accuracy_in_transformers(grpo, quickstart_files):
-    """Greedy decoding by transformers of held-out problems scores what the job reported on them."""
+    """Greedy decoding of held-out problems by transformers scores the same as the job reported."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose actor trains adapters: what engines draw with, what the reference is, resumed runs, learning."""
+"""Whole jobs whose actor trains adapters: the weights of engines, the reference, resumed runs, and learning."""
 
 from pathlib import Path
 
@@ -68,8 +68,8 @@ def test_engines_with_adapters_apart_get_the_base_once(jobs, warmed_up):
 
 def test_the_reference_is_the_base_in_the_actors_memory(jobs):
     divergence = column(jobs[1]["stays"], "train/reference_kl")
-    assert divergence[0] < divergence[-1], "the actor parts from its base"
-    assert not column(jobs[1]["stays"], "memory/reference_resident_bytes"), "it holds nothing"
+    assert divergence[0] < divergence[-1], "the actor departs from its base"
+    assert not column(jobs[1]["stays"], "memory/reference_resident_bytes"), "the reference has no memory of its own"
 
 
 def test_training_is_identical_where_the_actor_leaves_the_device(jobs):
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warm_start, tmp_path):
 
 
 def assert_the_last_checkpoint_is_what_was_exported(output: Path, later: Path) -> None:
-    """Adapters merged into the base; the export's were merged into shards of it, so that sums may round otherwise."""
+    """Adapters are merged into the base. The export merged them into its shards, so sums may round differently."""
     assert main(["convert", "run-to-hf", "--input", str(output / "checkpoints"), "--output", str(later)]) == 0
     exported, converted = stored_tensors(output / "hf"), stored_tensors(later)
     assert converted.keys() == exported.keys()

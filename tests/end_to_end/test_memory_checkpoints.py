@@ -1,4 +1,4 @@
-"""Two nodes keep checkpoints in their memory, each the other's too: a run that loses one goes on from there."""
+"""Two nodes keep checkpoints in memory, each also those of the other. A run that loses a node continues from there."""
 
 import json
 import re
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 60
 SAVED_AT = 5
-"""The last step before the fault: the disk has the one before."""
+"""The last step before the fault. The disk has the step before it."""
 DISK_AT = 4
 IN_MEMORY = "checkpoint.memory={interval: 1, folder: $NODE_MEMORY}"
 HELD = {"moment": "generate", "step": SAVED_AT, "rank": 1, "held": True, "told": True}
 
 
 class TwoNodes(Stand):
-    """Two agents, each of them with a rank and a folder that stands for its memory."""
+    """Two agents with one rank each. A folder of each represents its memory."""
 
     ranks, rendezvous = 1, ()
 
@@ -49,7 +49,11 @@ class TwoNodes(Stand):
         return jobs
 
     def lose_node(self, node: int, harm: Callable[[], None] = lambda: None) -> None:
-        """In the middle of the job, once the last checkpoint before that is in the memory of both."""
+        """Kills both agents and ranks once both memories have the checkpoint of step SAVED_AT, then deletes the memory
+        of `node`.
+
+        `harm` is called between the two.
+        """
         jobs = self.start_both()
         deadline = time.monotonic() + LIMIT_S
         while not all(self.in_memory(n, SAVED_AT) for n in range(2)) and time.monotonic() < deadline:
@@ -67,7 +71,7 @@ class TwoNodes(Stand):
         shutil.rmtree(self.memories[node])
 
     def go_on(self) -> str:
-        """What the first node printed, once both have come to the end."""
+        """Returns the first node's output after both have ended."""
         jobs = self.start_both()
         ended = [job.end(LIMIT_S) for job in jobs]
         assert [status for status, _ in ended] == [0, 0], "\n".join(output for _, output in ended)

@@ -1,4 +1,4 @@
-"""A whole run breaks none of NCCL's rules: groups that are released and made anew, pipelines, engines that record."""
+"""A whole run follows NCCL's rules: groups that are released and reopened, pipelines, engines with recorded steps."""
 
 from pathlib import Path
 
@@ -15,8 +15,11 @@ LAYOUTS = {
         "actor.parallel={tp: 1, pp: 2}",
     ),
 }
-"""Ranks, and who is where. The communicator of overlapping engines is nobody else's, so that it is released; graphs of
-disaggregated ones live until the end."""
+"""Ranks and placements.
+
+The communicator of overlapping engines belongs to no other role, so it is released. Graphs of disaggregated engines
+live until the end.
+"""
 SMALL = (
     *("steps=2", *SHORT, "weight_sync.verify=true", "weight_sync.bucket_mb=1"),
     "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}",
@@ -29,7 +32,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow  # tests/distributed/test_nccl_rules.py has every part of such a run
+@pytest.mark.slow  # tests/distributed/test_nccl_rules.py tests all parts of such a run
 @pytest.mark.parametrize(
     ("layout", "communicators"), [("overlapping", "release"), ("colocated", "keep"), ("disaggregated", "keep")]
 )

@@ -6,7 +6,7 @@ from tests.support.jobs import QUICKSTART, SHORT, read_records, succeed, torchru
 
 
 def test_a_role_that_nobody_knew_takes_its_place(tmp_path: Path, warm_start: list[str]) -> None:
-    """An adviser on both ranks."""
+    """The new role is an adviser on both ranks."""
     settings = [
         *(*warm_start, f"output_dir={tmp_path}", *SHORT, "steps=2", "actor.parallel.tp=1", "loss.kl.coef=0"),
         *("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "checkpoint.save_interval=1"),

@@ -1,4 +1,4 @@
-"""What roles that share ranks take away from each other's device, and that training does not notice."""
+"""Roles that share ranks leave the device for each other, and the results of training do not change."""
 
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ class Case(NamedTuple):
     num_ranks: int
     overrides: tuple[str, ...]
     sharing: set[str]
-    """Roles that have to share ranks with another one's memory."""
+    """Roles that share ranks with the memory of another role."""
     steps: int = 2
-    """The second mini-batch of the last one meets weights that states made which had left the device."""
+    """Number of steps. The second mini-batch of the last step uses weights updated from states that have left the
+    device."""
 
 
 CASES = {
@@ -54,7 +55,7 @@ CASES = {
         (
             *PPO,
             "placement={'actor, critic': 0, 'rollout, reward': 1}",
-            # In flight, it would be a matter of time which token is the first of the new weights.
+            # With a sync in flight, timing would decide which token is the first of the new weights.
             "schedule={mode: asynchronous, max_staleness: 1, in_flight_sync: false}",
             "model.dtype=bfloat16",
         ),
@@ -72,7 +73,7 @@ SETTINGS = {
     "without communicators": [*LEAVING, "residency.communicators=release"],
 }
 HOSTED = [*LEAVING, "actor.optimizer.cpu_offload=true", "model.activation_offload=true"]
-"""Tried beside what is asynchronous, in bfloat16."""
+"""Also tried in the asynchronous case, in bfloat16."""
 BUDGET = ("rollout.max_context_tokens=64", "rollout.kv_cache_gb=0.0001")  # six blocks of 32 tokens
 IN_BUDGET = {
     "in a budget": [*SETTINGS["false"], *BUDGET],
@@ -81,7 +82,7 @@ IN_BUDGET = {
 
 
 def left(records: list[dict[str, float]]) -> set[str]:
-    """The roles of which something left its device."""
+    """Returns the roles with memory that left the device."""
     return {role for role in ROLES for step in records if f"memory/{role}_residue_bytes" in step}
 
 
@@ -92,7 +93,7 @@ def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files,
     common = [*files, f"steps={case.steps}", *SMALL, *case.overrides]
     jobs = {setting: [*common, *choices] for setting, choices in (settings | IN_BUDGET).items()}
     told = train_in_turn(QUICKSTART, jobs, tmp_path, case.num_ranks)
-    assert "cannot share" not in told, "ranks with equal weights keep one copy of the reference's"
+    assert "cannot share" not in told, "ranks with equal weights keep one copy of the reference"
     records = {setting: read_records(tmp_path / setting) for setting in jobs}
 
     steps = learnt(records["false"])
@@ -100,7 +101,7 @@ def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files,
     assert all(step["train/grad_norm"] > 0 and step["rollout/reward_std"] > 0 for step in steps)
     assert all(("critic/loss" in step) == ("critic" in case.sharing) for step in steps)
     for setting in settings:
-        assert learnt(records[setting]) == steps, f"offload {setting} changes what is learnt"
+        assert learnt(records[setting]) == steps, f"offload {setting} changes the results of training"
     within, leaving = (learnt(records[setting]) for setting in IN_BUDGET)
     assert within == leaving
     assert all(step["rollout/kv_cache_peak"] > 0.5 and step["train/grad_norm"] > 0 for step in within)

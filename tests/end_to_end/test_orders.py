@@ -1,4 +1,4 @@
-"""The schedule's modes in whole jobs: what they gain, that no sample is lost or too old, that the model learns."""
+"""The schedule's modes in whole jobs: their speed, no lost or stale samples, and a learning model."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ SMALL = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}", 
 
 @pytest.fixture
 def short_run(warm_start, tmp_path):
-    """Runs the quickstart's config with changes; the records, and the ids of the samples that each step trained on."""
+    """Runs the quickstart's config with changes. Returns the records, and the sample ids of each training step."""
 
     def run_it(*overrides: str, num_ranks: int = 4) -> tuple[list[dict], dict[int, list[int]]]:
         output = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -27,7 +27,7 @@ def short_run(warm_start, tmp_path):
 
 
 def most_steps_held(output: Path) -> float:
-    """Of how many steps a rank had sent samples, at most, that had not been received."""
+    """Returns the largest number of steps with sent but unreceived samples on a rank."""
     counters = [rank.counters.get("steps in the outbox", []) for rank in read_run(output).ranks]
     return max(value for counter in counters for _, value in counter)
 
@@ -46,7 +46,7 @@ MODES = {
     "seldom": "schedule={mode: asynchronous, max_staleness: 3, sync_every: 2}",
 }
 PLACEMENTS = {"beside": "placement={actor: 0, 'rollout, reward': 1-2}"}
-"""beside: ranks that score may be needed for a weight sync while they wait for each other's samples."""
+"""beside: ranks that score may have to join a weight sync while they wait for each other's samples."""
 LEAD = 2
 """Steps by which the rollout may be ahead of training."""
 
@@ -69,9 +69,9 @@ def test_over_many_steps_every_sample_is_trained_on_once(short_run, mode, tmp_pa
 
 
 def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns what tools/benchmarks/orders.py measures, and checks that each mode reaches its values in `least`.
+    """Returns the measurements of tools/benchmarks/orders.py, and checks that each mode reaches its values in `least`.
 
-    Overlap needs both cores. A second comparison counts where another process used one of them for a while.
+    Overlap needs both cores. If another process used one of them for a while, a second comparison counts.
     """
     command = [sys.executable, "tools/benchmarks/orders.py", "--case", case, "--modes", ",".join(least)]
     for _ in range(2):
@@ -89,8 +89,8 @@ def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> di
 def test_modes_are_faster_and_near_their_bounds():
     """Lengths have a long tail, rewards are slow on purpose, and actor, rollout and reward have a rank each.
 
-    The bound comes from the measured tasks. The speedup itself depends on the processor: what computes at the same time
-    as something else takes longer on some than on others.
+    The bound comes from the measured tasks. The speedup itself depends on the processor: concurrent work is slowed down
+    more on some processors than on others.
     """
     least = {
         "sequential": {},

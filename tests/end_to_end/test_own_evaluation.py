@@ -1,4 +1,4 @@
-"""Whole jobs that evaluate by engines of their own, beside training."""
+"""Whole jobs that evaluate with their own engines during training."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ HELD_UP_UNTIL = 4
 
 
 def by_step(output: Path) -> dict[int, dict[str, Any]]:
-    """What was reported of each step, in one record or several."""
+    """Returns the reports of each step, merged from its records."""
     records: dict[int, dict[str, Any]] = {}
     for record in read_records(output):
         records.setdefault(record["step"], {}).update(record)
@@ -41,15 +41,17 @@ def settings(files: Path, warmed_up: Path, output: Path) -> tuple[str, ...]:
 def test_an_evaluation_holds_up_neither_training_nor_generation(
     quickstart_files: Path, warmed_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scores come once a later step is trained on, behind an evaluation that is due before: so whoever waited would
-    wait forever. They end the run, and the policy that was scored is kept."""
+    """The scores of the first evaluation come only after a later step is trained. Another evaluation is due in between.
+
+    So a role that waited for the scores would wait forever. The scores end the run, and the scored policy is kept.
+    """
     output = tmp_path / "run"
     monkeypatch.setenv(RUN, str(output))
     monkeypatch.setenv(STEP, str(HELD_UP_UNTIL))
     train(QUICKSTART, *settings(quickstart_files, warmed_up, output), "steps=300", num_ranks=3, timeout_s=120)
     records = by_step(output)
     evaluated = {step: record for step, record in records.items() if "eval/held/score" in record}
-    assert HELD_UP_UNTIL <= max(records) < 299, "it ends early, and no earlier than the first score can be there"
+    assert HELD_UP_UNTIL <= max(records) < 299, "the run ends early, but not before the first score"
     assert [*evaluated][:2] == [0, 2]
     assert all(record["eval/held/policy_version"] == step for step, record in evaluated.items())
     best = json.loads((output / "hf_best/best.json").read_text())
@@ -77,7 +79,7 @@ def test_a_run_that_goes_on_has_evaluated_what_was_due_before(
     saved_and_resumed: Callable[..., list[Run]],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """By engines of two ranks and in another TP than the rollout's, whose evaluation gives the same."""
+    """The engines have two ranks and another TP than the rollout. Their evaluation gives the same scores."""
     settings = ("loss.kl.coef=0", "actor={parallel: {tp: 1}, optimizer: {lr: 1e-3}}", "data.eval.max_rows=64")
     settings = (*settings, "evaluation.interval=1", "evaluation.keep_best={metric: eval/score}")
     apart = ("placement={actor: 0, 'rollout, reward': 1, evaluation: 2-3}", "evaluation.parallel={tp: 2}")
@@ -90,4 +92,4 @@ def test_a_run_that_goes_on_has_evaluated_what_was_due_before(
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [tmp_path / run / "hf_best/best.json" for run in ("first", "0")]
     assert json.loads(kept[0].read_text())["step"] == best
-    assert kept[1].exists() == (best >= SAVED), "what was saved has the best value before"
+    assert kept[1].exists() == (best >= SAVED), "the checkpoint has the best value so far"

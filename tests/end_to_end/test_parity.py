@@ -1,4 +1,4 @@
-"""A run ends when trainer and engine drift apart, whose types are wide or narrow alike."""
+"""A run ends if trainer and engine drift apart, with wide and with narrow dtypes."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_run_ends_where_trainer_and_engine_part(start):
 
 
 def test_a_run_pauses_where_trainer_and_engine_part(start, tmp_path):
-    """It is saved and ends with an error, and goes on when it is started again; not when torchrun restarts it."""
+    """The run is saved and ends with an error. It continues after a new start, but not after torchrun's restart."""
     job = (*start, *COLOCATED, *WIDE, "steps=2", "checkpoint.save_interval=5", "checks.action=pause")
     done = try_to_train(QUICKSTART, *job, "checks.max_logprob_diff=1e-6", num_ranks=2, restarts=1)
     assert done.returncode
@@ -46,7 +46,7 @@ def test_a_run_pauses_where_trainer_and_engine_part(start, tmp_path):
 
 
 def test_a_run_in_float16_tells_of_its_loss_scale(start):
-    """It begins too large; the run goes on from a checkpoint with what became of it."""
+    """The loss scale begins too large. A resumed run continues with the adapted value."""
     job = (*start, *TWO_RANKS, "model.dtype=float16", "batch.mini_batches=4", "checkpoint.save_interval=2")
     job += ("actor.optimizer.loss_scale={initial: 16777216.0}",)
     records = train(QUICKSTART, *job, "steps=2", num_ranks=2)

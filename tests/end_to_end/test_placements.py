@@ -1,6 +1,6 @@
-"""The same run whatever the placement: equal rollout TP, batch composition and seed give equal rewards.
+"""The placement does not change the run: equal rollout TP, batch composition and seed give equal rewards.
 
-Weights that were trained in other layouts differ in their last bits: now and then another token is drawn from them.
+Weights trained in other layouts differ in their last bits, so now and then they generate another token.
 """
 
 import pytest
@@ -28,7 +28,7 @@ PLACEMENTS = {
 STEPS = 2
 PARAMETERS = 125e3
 FEW_SAMPLES = 3 / 64
-"""Of the samples of a step, or the problems of an evaluation."""
+"""Tolerance: a share of the samples of a step, or of the problems of an evaluation."""
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def runs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """Of each, one after the other in one process. reinforce is weighed by the present weights against the engine."""
+    """Returns the records of one run per loss, made in one process. reinforce weighs the actor against the engine."""
     jobs = {}
     for policy, chosen in LOSSES.items():
         old = "rollout" if policy == "reinforce" else "actor"
@@ -39,10 +39,10 @@ def runs(warm_start: list[str], tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.parametrize("policy", LOSSES)
 def test_a_policy_loss_trains(runs: dict[str, list[dict[str, float]]], policy: str) -> None:
-    """Two steps of two updates. The weights are the engine's, so that nothing is far off and nothing is rejected."""
+    """Makes two steps of two updates. The engine has the same weights, so nothing is far off or rejected."""
     records = runs[policy]
     norms = column(records, "train/grad_norm")
     assert len(norms) == 2 and all(0 < norm < math.inf for norm in norms)
-    assert max(column(records, "train/ratio_max")) < 3, "the policy leaves the one that drew"
+    assert max(column(records, "train/ratio_max")) < 3, "the policy leaves the one that generated the samples"
     assert max(column(records, "train/rejected_tokens"), default=0) == 0
     assert min(column(records, "train/ess"), default=1) > 0.99

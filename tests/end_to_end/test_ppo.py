@@ -1,4 +1,4 @@
-"""PPO on the quickstart's task: the critic beside the actor, and on ranks of its own."""
+"""PPO on the quickstart's task: the critic on the actor's ranks, and on its own ranks."""
 
 import math
 
@@ -24,7 +24,7 @@ def records(warm_start, tmp_path_factory):
 
 
 def test_wherever_the_critic_lives_the_run_is_the_same(warm_start, tmp_path):
-    """The critic alone for two steps, then both for two; in other layouts sums have another order."""
+    """The critic trains alone for two steps, then with the actor for two. In other layouts sums have another order."""
 
     def run(name: str) -> list[dict]:
         placement, num_ranks = PLACEMENTS[name]
@@ -40,8 +40,11 @@ def test_wherever_the_critic_lives_the_run_is_the_same(warm_start, tmp_path):
 
 
 def test_the_critic_learns_first(records):
-    """Its loss is there from the first step on, the actor's from the sixth; it comes to explain the returns. Until then
-    the version of the actor's weights grows, and their values stay, so that on-policy log-probs agree."""
+    """The critic's loss is reported from the first step on, the actor's from the sixth. The critic comes to explain the
+    returns.
+
+    Until then the version of the actor's weights grows, but their values stay. So on-policy log-probs agree.
+    """
     learning = [("critic/loss" in record, "train/loss" in record) for record in records[:6]]
     assert learning == [(True, False)] * 5 + [(True, True)]
     explained = [value for value in column(records, "critic/explained_variance") if not math.isnan(value)]

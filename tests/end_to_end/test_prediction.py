@@ -1,5 +1,7 @@
-"""Whole jobs that train the layer which predicts a further token: its loss falls, checkpoints and exports have it, and
-engines draw as the actor does without it."""
+"""Whole jobs that train the layer for a further token: its loss falls, checkpoints and exports have it.
+
+Engines generate without it as the actor does.
+"""
 
 import json
 import shutil
@@ -40,7 +42,7 @@ APART = (
     "checkpoint={save_interval: 0, save_hf: false}",
     "steps=2",
 )
-"""Other models of the policy, on other ranks than the actor, which get its layer or are without it."""
+"""Further models of the policy, on other ranks than the actor, with and without its layer."""
 
 pytestmark = pytest.mark.slow  # tests/unit/test_validation_models.py has a quick part
 

@@ -1,4 +1,4 @@
-"""Jobs on pairs: a reward model that scores right sums above wrong ones, and a policy that comes to prefer them."""
+"""Jobs on pairs: a reward model learns to score right sums above wrong ones, and a policy learns to prefer them."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ def pairs(warm_start: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reward_model(pairs: list[str], tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
-    """A trained one, and the records of its training."""
+    """Returns a trained reward model, and the records of its training."""
     output = tmp_path_factory.mktemp("reward_model")
     records = train(REWARD_MODEL, *pairs, f"output_dir={output}", "evaluation.stop_at=0.95")
     return output / "hf", records
 
 
 def test_ppo_follows_a_reward_model(reward_model: RewardModel, warm_start: list[str], tmp_path: Path) -> None:
-    """Nothing else says what a response is worth; it reads texts as it was trained on them."""
+    """Only the reward model scores responses. It reads texts in the form of its training."""
     records = train(
         REPOSITORY / "configs/quickstart_ppo.yaml",
         *[*warm_start, f"output_dir={tmp_path}", "data.eval=null", "steps=8"],
@@ -50,14 +50,15 @@ def test_a_reward_model_tells_right_sums_from_wrong_ones_and_transformers_scores
 
     folder, records = reward_model
     accuracy = column(records, "eval/accuracy")
-    assert accuracy[0] == 0.0 and accuracy[-1] >= 0.95, "its head starts at zero, and so do all scores"
+    assert accuracy[0] == 0.0 and accuracy[-1] >= 0.95, "the head is zero at first, so all scores are"
     margins = margins_of(AutoModelForSequenceClassification.from_pretrained(folder), folder, quickstart_files)
     assert (margins > 0).float().mean().item() == pytest.approx(accuracy[-1], abs=1 / len(margins))
     assert margins.mean().item() == pytest.approx(column(records, "eval/margin")[-1], rel=1e-4)
 
 
 def test_adapters_learn_to_score(pairs: list[str], quickstart_files: Path, tmp_path: Path) -> None:
-    """With the head, the same on each backend; PEFT, and transformers with them merged, score as training does."""
+    """The head and the adapters are the same on each backend. PEFT, and transformers with merged adapters, score as
+    training does."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -79,7 +80,8 @@ def test_adapters_learn_to_score(pairs: list[str], quickstart_files: Path, tmp_p
 
 
 def margins_of(model: Any, tokenizer_folder: Path | str, quickstart_files: Path, num_pairs: int | None = None) -> Any:
-    """[pairs]: by how much `model`, a classifier, scores the preferred responses of the held-out pairs higher."""
+    """Returns the score margins of the preferred responses by `model`, a classifier, for held-out pairs, shape
+    [pairs]."""
     import torch
     from transformers import AutoTokenizer
 
@@ -97,7 +99,7 @@ def test_dpo_raises_the_margin_and_keeps_what_was_chosen(pairs: list[str], tmp_p
     records = train(DPO, *pairs, f"output_dir={tmp_path}", "steps=20")
     assert column(records, "train/truncated_ratio") == column(records, "train/long_rows") == [0.0] * 20
     margins, chosen = column(records, "eval/margin"), column(records, "eval/chosen_logprob")
-    assert margins[0] == pytest.approx(0, abs=1e-4), "actor and reference start as one"
+    assert margins[0] == pytest.approx(0, abs=1e-4), "actor and reference are equal at first"
     assert margins[-1] > 1 and column(records, "eval/accuracy")[-1] > 0.95
     assert chosen[-1] > chosen[0]
 
@@ -109,7 +111,7 @@ PLACEMENTS = {
         *("placement={actor: 0-1, reference: 2-3}", "actor.parallel={tp: 1, pp: 2}", "reference.parallel={tp: 1}"),
     ),
 }
-"""Of the actor, and of the reference where it says so."""
+"""Settings of the actor, and of the reference if named."""
 
 
 def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> None:
@@ -124,6 +126,6 @@ def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> N
 
 
 def of_pairs(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without accuracies: at first actor and reference are one, and the sign of a margin is rounding."""
+    """Removes accuracies. At first actor and reference are equal, and rounding decides the sign of a margin."""
     told = learnt(records, "train", "eval")
     return [{name: value for name, value in record.items() if "accuracy" not in name} for record in told]

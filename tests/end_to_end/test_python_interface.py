@@ -1,4 +1,4 @@
-"""The example of docs/python.md, on real ranks: a config made in Python, with functions and classes in it."""
+"""The example of docs/python.md on real ranks: a config made in Python, with functions and classes in it."""
 
 import sys
 from pathlib import Path
@@ -46,4 +46,4 @@ def test_without_torchrun_a_script_trains_on_one_rank(tmp_path: Path, warm_start
     done = succeed([*script, *warm_start, *settings, f"output_dir={tmp_path}/run"], 200)
     assert done.stdout.splitlines()[-1] == "the program goes on"
     (record,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert "train/loss" in record and "perf/checkpoint_s" not in record, "nothing was saved, so nothing is told of it"
+    assert "train/loss" in record and "perf/checkpoint_s" not in record, "nothing was saved, so nothing is reported"

@@ -14,7 +14,7 @@ def overrides(quickstart_files, data_overrides, tmp_path_factory):
     return [*paths, *data_overrides, "steps=1", "data.train.max_rows=1024", "evaluation.interval=0"]
 
 
-# mistake -> (overrides that make it, words of the message)
+# mistake -> (its overrides, words of the message)
 REFUSED = {
     "a rank named twice": (["placement.rollout='2,2-3'"], ["placement", "rank 2 is named twice"]),
     "a rank out of the world": (["placement.rollout=2-7"], ["placement", "rank 7 does not exist", "0-3"]),
@@ -42,7 +42,7 @@ def test_the_dry_run_needs_no_checkpoint(overrides):
 
 
 def refusal(config, *overrides, num_ranks=4):
-    """What a job says that must fail, with one message and no traceback but torchrun's own."""
+    """Returns the message of a job that must fail with one message and no traceback except torchrun's own."""
     done = try_to_train(config, *overrides, num_ranks=num_ranks)
     assert done.returncode != 0
     assert done.stderr.count("rltrain: ") == 1, done.stderr
@@ -67,7 +67,7 @@ def test_the_job_refuses_with_one_message(wrong, words, num_ranks, overrides):
 
 
 def test_a_reward_that_always_fails_ends_the_job_with_its_first_traceback(overrides):
-    """Of samples that two ranks score, before the first update."""
+    """Two ranks score the samples before the first update."""
     reward = "reward={function: 'tests.support.user_rewards:without_answer', num_workers: 1}"
     small = ["batch={prompts_per_step: 4, samples_per_prompt: 2, mini_batches: 1}", "data.eval=null"]
     placement = ["placement={'actor, rollout, reward': 0-1}", "actor.parallel.tp=1", "loss.kl.coef=0"]

@@ -29,7 +29,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page. `problems` collects what the console, the network and the page's scripts complain of."""
+    """One page in a browser. `problems` collects complaints of the console, the network and the page's scripts."""
 
     def __init__(self, executable: str, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -62,7 +62,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        os.close(self._send)  # the browser ends when its pipe does
+        os.close(self._send)  # the browser ends with its pipe
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ class Browser:
         self.profile.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The browser's answer to one command."""
+        """Returns the browser's answer to one command."""
         self._num_calls += 1
         message: dict[str, Any] = {"id": self._num_calls, "method": method, "params": parameters}
         if self._session is not None:
@@ -84,7 +84,7 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False, touch: bool = False) -> None:
-        """Show `page` in a window of that many CSS pixels, and let it draw."""
+        """Shows `page` in a window of that many CSS pixels, and waits until it is drawn."""
         self.resize(width, height, touch=touch)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -100,11 +100,11 @@ class Browser:
         )
 
     def settle(self) -> None:
-        """Two frames: observers have run and what they asked for is drawn."""
+        """Waits two frames: observers have run and their changes are drawn."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited where it is a promise."""
+        """Returns the value of a JavaScript expression. Awaits it if it is a promise."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
@@ -119,7 +119,7 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **parameters)
 
     def tip_at(self, x: float, y: float) -> str:
-        """What the page tells of the point that the pointer moves to."""
+        """Moves the pointer to a point and returns the page's description of it."""
         self.mouse("mouseMoved", x, y)
         self.settle()
         return self.evaluate("tip.hidden ? '' : tip.textContent")
@@ -186,7 +186,7 @@ INK = """(canvas => {
 
 PAINT = "document.getElementById('spans').toDataURL()"
 
-# Elements that stick out of the window to the right, which nothing around them clips.
+# Unclipped elements that extend beyond the window on the right.
 STICKING_OUT = """[...document.querySelectorAll('body *')]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 0.5 && !e.closest('.lanes, pre, .stack'))
   .map(e => e.tagName + '.' + e.className)"""
@@ -273,8 +273,8 @@ def test_the_timeline_zooms_moves_and_tells_what_is_under_the_pointer(browser: B
     assert browser.problems == []
 
 
-# Of the generate of a step in the middle of the run, on the rank that waits for the other: where its work and where its
-# wait is on the page, from left, and the colours in both places near the top of its lane and at its bottom.
+# Finds the generate task of a step in the middle of the run, on the waiting rank. Returns the places of its work and of
+# its wait on the page, from the left, with two colours each: near the top of the lane and at its bottom.
 SHADED = """(() => {
   const [, from, to] = data.timeline.steps.find((step) => step[0] === STEP), length = to - from;
   const box = spans.getBoundingClientRect(), pen = spans.getContext("2d");

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: as if they had never stopped."""
+"""Runs resumed from a checkpoint equal unbroken ones."""
 
 import json
 from collections import Counter
@@ -43,7 +43,8 @@ APART = "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}"
 
 @pytest.fixture
 def saved_and_resumed(warm_start, tmp_path) -> Callable[..., list[Run]]:
-    """Runs a config that saves after SAVED steps, then from there on with each of `changes`: what each reported."""
+    """Runs a config that saves after SAVED steps, then resumes it with each of `changes`. Returns the reports of each
+    run."""
 
     def run_all(config: str, common: tuple[str, ...], *changes: tuple[str, ...]) -> list[Run]:
         own = [*warm_start, *SMALL, *common]
@@ -64,10 +65,10 @@ ONE_MORE = ("data.eval=null", "evaluation.keep_best=null", f"steps={SAVED + 1}")
 
 
 def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -> None:
-    """Its second mini-batch meets weights of the first update. What is drawn from those weights may be another token.
+    """Compares the next step with tolerances.
 
-    Orders of sums were seen to move ratio_max by 2e-5, and log-probs by as much; a learning rate 0.3% off moves it by
-    2e-3.
+    Its second mini-batch meets weights of the first update, so a generated token may differ. Different orders of sums
+    were seen to move ratio_max and log-probs by 2e-5. A learning rate 0.3% off moves ratio_max by 2e-3.
     """
     assert rest.keys() == {SAVED}
     assert rest[SAVED] == near(whole[SAVED], tokens=PROMPTS * SAMPLES, rel=1e-4, abs=1e-4)
@@ -76,7 +77,7 @@ def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -
 FEW = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}"
 FEW_ROWS = "data.eval.max_rows=16"
 BY_SOLVED_RATE = ("data.solved_rate={outside: 0.3, retire_after: 2}", f"data.train.max_rows={2 * PROMPTS}")
-"""Of rows few enough to come again."""
+"""Overrides with few rows, so that they come again."""
 AHEAD = "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"
 CONFIGS = {
     "sequential": (
@@ -132,7 +133,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
 
 
 def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:
-    """What was the best before the checkpoint lies with the first job; the second knows of it."""
+    """Asserts that both jobs know the same best policy. A best policy from before the checkpoint is in the first job's
+    folder."""
     scores = {step: metrics["eval/score"] for step, metrics in whole.items() if "eval/score" in metrics}
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = json.loads((first / "hf_best/best.json").read_text())
@@ -143,7 +145,7 @@ def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path,
 
 
 def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
-    """What of it the step waited for, and what it took beside the step."""
+    """Checks the seconds that the step waited for the checkpoint, and the seconds of the concurrent writing."""
     records = read_records(output)
     copied = next(record for record in records if "perf/checkpoint_copy_s" in record)
     assert copied["step"] == SAVED
@@ -176,7 +178,7 @@ def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_a
 
 @pytest.mark.slow
 def test_so_does_one_whose_actor_visits_the_experts_that_the_engine_chose(saved_and_resumed, upcycled):
-    """Of responses that were under way as of experience that was."""
+    """This holds for unfinished responses and for experience in flight."""
     overrides = (
         *(APART, FEW, "data.eval=null", f"model.path={upcycled}", "model.router_replay=rollout"),
         *("rollout.parallel.tp=2", "rollout.max_running_requests=12", AHEAD, "schedule.partial_rollouts=true"),
@@ -187,7 +189,7 @@ def test_so_does_one_whose_actor_visits_the_experts_that_the_engine_chose(saved_
 
 
 DROPPED = "dropped_sample_ids"
-"""Of samples whose groups did not count, by the step in which they were dropped."""
+"""Folder of the ids of samples in dropped groups, by the step that dropped them."""
 
 SELECTING = ("batch.dynamic_sampling.max_drawn=3", "data.eval=null", APART, *BY_SOLVED_RATE)
 SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batch.epochs=2")
@@ -195,7 +197,7 @@ SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batc
 
 @pytest.mark.slow
 def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_resumed, tmp_path):
-    """With an engine of two ranks, and several passes over each step's mini-batches."""
+    """The engine has two ranks, and each step makes several passes over its mini-batches."""
     schedule = "schedule={partial_rollouts: true, max_staleness: 1}"
     engine = (*SELECTING, *SEVERAL_PASSES, "rollout.parallel.tp=2", "rollout.max_running_requests=32", schedule)
     whole, resumed = saved_and_resumed(CONFIGS["sequential"][0], engine, ())
@@ -210,7 +212,7 @@ def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_re
         assert sum(reasons.values()) == record["rollout/dynamic_filter/dropped"]
         assert all("zero_std" in name for name in reasons)
     counts = Counter(number for ids in (*trained_on.values(), *dropped.values()) for number in ids)
-    assert set(counts.values()) == {1}, "nothing is both trained on and dropped, nor twice"
+    assert set(counts.values()) == {1}, "no sample is both trained on and dropped, or counted twice"
 
 
 @pytest.mark.slow
@@ -224,7 +226,7 @@ def test_two_engines_that_select_groups_ahead_of_training_account_for_every_samp
 
 @pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
-    """Which groups make up a chunk depends on which of two engines gets them done first."""
+    """The groups of a chunk depend on which of two engines finishes them first."""
     schedule = (APART, "schedule={mode: pipelined, chunks: 2}")
     (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], (*schedule, *ONE_MORE), ())
     assert_close_in_the_next_step(rest, whole)
@@ -251,7 +253,7 @@ def test_so_does_one_in_another_layout(saved_and_resumed, name):
     ],
 )
 def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed, schedule, engines):
-    """Two engines before the checkpoint; behind it as many, or one of two ranks."""
+    """There are two engines before the checkpoint. After it there are two, or one of two ranks."""
     common = (APART, "data.eval=null", *BY_SOLVED_RATE, schedule, "rollout.max_running_requests=12")
     (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], common, (engines,))
     before = [ids for step, ids in whole_ids.items() if step < SAVED]
@@ -262,7 +264,7 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
 
 @pytest.mark.slow
 def test_other_rows_are_taken_from_the_first_one_on(saved_and_resumed, quickstart_files, tmp_path):
-    """Also by the steps whose groups had been drawn already. A third job, which makes more steps, goes on with them."""
+    """Even steps with already generated groups use the new rows. A third job with more steps continues with them."""
     more = STEPS + 2
     rows = (quickstart_files / "train.jsonl").read_text().splitlines()[-more * PROMPTS :]
     other = tmp_path / "other.jsonl"
@@ -304,7 +306,7 @@ OUT_OF_ORDER = "{partial_rollouts: true, oversampling: 1.5, max_staleness: 4, on
     ],
 )
 def test_under_another_schedule_every_group_is_trained_on_once(saved_and_resumed, before, after, tmp_path):
-    """The first job has several engines, and hands over groups in the order in which they get done."""
+    """The first job has several engines, and hands over groups in the order of their completion."""
     common = ("data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1", "rollout.max_running_requests=8")
     (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], (*common, *before), after)
     trained_on = {**whole_ids, **rest_ids}

@@ -1,4 +1,4 @@
-"""Whole jobs against models that tell the reward what responses are worth."""
+"""Whole jobs with models as the reward."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PLACEMENT = "placement={actor: 0, 'rollout, reward': 1, reward_model: '0-1', jud
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["parallel: {tp: 2}", "backend: fsdp, parallel: {tp: 1}"])
 def test_a_policy_learns_to_end_its_answers_as_models_like_it(backend: str, tmp_path: Path, warm_start) -> None:
-    """A classifier of another vocabulary wants a 7 at the end and weighs most; a judge would like a 1."""
+    """A classifier with another vocabulary wants a 7 at the end and has the largest weight. A judge wants a 1."""
     classifier, judge = make_lover_of("7", tmp_path / "rm"), make_judge_who_loves("1", tmp_path / "judge")
     records = train(
         QUICKSTART,

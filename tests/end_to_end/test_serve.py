@@ -1,4 +1,4 @@
-"""launch/serve.py on a real checkpoint: what it draws is what the engine draws in-process."""
+"""launch/serve.py on a real checkpoint gives the same answers as the engine in-process."""
 
 import json
 import signal
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_served_until_a_signal() -> None:
 
 
 def check_reloading(client: httpx.Client, body: dict[str, object]) -> None:
-    """Other weights arrive whole or not at all, and answers say by which they are."""
+    """Checks that other weights arrive whole or not at all, and that answers name their version."""
     assert client.get("/model_info").json()["weight_version"] == "default"
     refused = client.post("/update_weights_from_disk", json={"model_path": "nowhere", "weight_version": "3"})
     assert refused.status_code == 400 and "nowhere" in refused.text

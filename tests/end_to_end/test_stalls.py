@@ -1,4 +1,4 @@
-"""A whole job in which a rank hangs ends soon, with one message that says where."""
+"""A whole job with a hanging rank ends soon, with one message that names the place."""
 
 import re
 import time
@@ -12,9 +12,9 @@ NUM_RANKS, STEP = 4, 1
 NO_PROGRESS_S = 10.0
 SOON_S = 60.0
 
-# task of a PPO step -> (the rank that fails in it, the role that it does it for)
+# task of a PPO step -> (the failing rank, its role in the task)
 VICTIMS = {"generate": (3, "rollout"), "update": (0, "actor"), "weight_sync": (2, "rollout")}
-"""While others wait for samples, in a collective of training, in a sync."""
+"""The other ranks wait for samples, in a collective of training, or in a sync."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def arguments(quickstart_files: Path, data_overrides: list[str], tmp_path: Path)
     ]
 
 
-@pytest.mark.slow  # test_faults.py has ranks that are killed in whole jobs, which go on
+@pytest.mark.slow  # test_faults.py has killed ranks in whole jobs
 @pytest.mark.parametrize("task", VICTIMS)
 def test_a_rank_that_hangs_in_a_task_is_named(task: str, tmp_path: Path, arguments: list[str]) -> None:
     rank, role = VICTIMS[task]

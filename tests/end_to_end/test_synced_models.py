@@ -1,4 +1,4 @@
-"""Models that are given the actor's weights: inference on ranks of its own, and a reference that is refreshed."""
+"""Models that get the actor's weights: inference on its own ranks, and a refreshed reference."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_inference_tells_what_the_actor_would(warm_start: list[str], tmp_path: Path) -> None:
-    """In another layout, on other ranks: each step's log-probs are those of the weights that its update starts from."""
+    """Inference has another layout and other ranks. Its log-probs are those of the weights before each update."""
     of_inference = "placement={'actor, reference': 0, 'rollout, reward': 1, inference: 2-3}"
     places = {
         "of actor": ["placement={'actor, reference': 0, 'rollout, reward': 1}"],
@@ -32,7 +32,7 @@ def test_inference_tells_what_the_actor_would(warm_start: list[str], tmp_path: P
 
 
 def test_inference_works_ahead_with_the_weights_of_the_rollout(warm_start: list[str], tmp_path: Path) -> None:
-    """So its log-probs are as old as the samples."""
+    """Its log-probs are therefore as old as the samples."""
     records = train(
         QUICKSTART,
         *(*warm_start, f"output_dir={tmp_path}", *SMALL, "loss.kl.coef=0"),
@@ -55,7 +55,7 @@ def test_a_refreshed_reference_is_the_actor_of_that_step(
     place: str,
     saved_and_resumed: Callable[..., list[Run]],  # noqa: F811
 ) -> None:
-    """Also in a run that goes on behind the refresh."""
+    """This also holds in a run resumed after the refresh."""
     settings = (*PLACES[place], "reference.refresh_every=2", OPTIMIZER)
     settings = (*settings, "data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1")
     (whole, _), (resumed, _) = saved_and_resumed("configs/quickstart.yaml", settings, ())

@@ -1,4 +1,4 @@
-"""A model's tool calls reach agents through the endpoint, and what they earn reaches the update."""
+"""A model's tool calls reach agents through the endpoint, and their rewards reach the update."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,11 @@ ANSWER = "42"
 PROMPTS = ("What is six times seven?", "And two and two?")
 HIDDEN = 64
 CERTAINTY = 3.0
-"""Times HIDDEN ** 0.5: by how much the logits of what may follow a token stand out."""
+"""Times HIDDEN ** 0.5: by how much the logits of allowed next tokens exceed the others."""
 
 
 def write_tool_caller(folder: Path) -> None:
-    """The model's files, and tasks.jsonl. A turn is ANSWER, or as likely a call with one of EXPRESSIONS."""
+    """Writes the model's files and tasks.jsonl. A turn is ANSWER or a call with one of EXPRESSIONS, equally likely."""
     byte_tokenizer().save_pretrained(folder)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_tokens([*CALL, *EXPRESSIONS, ANSWER])
@@ -98,7 +98,7 @@ def test_calls_of_a_tool_are_answered_in_the_templates_own_increments(
 
 
 def check(tokenizer: PreTrainedTokenizerFast, sample: dict[str, Any]) -> int:
-    """Its ids are those of the template for the whole conversation; how many turns it has."""
+    """Asserts that a sample's ids are those of the template for the whole conversation. Returns its number of turns."""
     turns = drawn_turns(tokenizer, sample)
     question = next(text for text in PROMPTS if text in tokenizer.decode(sample["prompt"]))
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -119,7 +119,7 @@ def check(tokenizer: PreTrainedTokenizerFast, sample: dict[str, Any]) -> int:
 
 
 def drawn_turns(tokenizer: PreTrainedTokenizerFast, sample: dict[str, Any]) -> list[str]:
-    """The text of every run of ids that the model drew."""
+    """Returns the text of every run of generated ids."""
     ids = [token if drawn else -1 for token, drawn in zip(sample["response"], sample["mask"], strict=True)]
     runs: list[list[int]] = [[]]
     for token in ids:

@@ -1,4 +1,4 @@
-"""Two torchrun agents on one machine stand for two nodes: node ranks place roles, and rank order is node order."""
+"""Two torchrun agents on one machine act as two nodes: node ranks place roles, and rank order is node order."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Entering the namespaces of another process, as a host's: setns(2), which Python 3.11 has no call for."""
+"""Enters the namespaces of another process, such as those of a host: setns(2). Python 3.11 has no call for it."""
 
 import ctypes
 import os
@@ -6,15 +6,19 @@ import platform
 from pathlib import Path
 
 NAMESPACES = "RLTRAIN_TEST_NAMESPACES"
-"""Environment variable: the folder in /proc with the namespaces in which a forked process, and those that it starts,
-are to run. Where it is not set they stay where the zygote is."""
+"""Environment variable: the folder in /proc with the namespaces for a forked process and its children.
+
+Without it they stay in the namespaces of the zygote.
+"""
 
 KINDS = ("net", "uts", "mnt")
 
 
 def enter(folder: str) -> None:
-    """From here on this process, which must have one thread, is on the host whose network, name and mounts these are.
-    Its process number stays what it is."""
+    """Moves this process to the host with these namespaces of network, name and mounts.
+
+    The process must have one thread. Its process id does not change.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     files = [os.open(Path(folder, kind), os.O_RDONLY) for kind in KINDS]
     for file in files:

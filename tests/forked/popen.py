@@ -1,4 +1,4 @@
-"""subprocess.Popen and subprocess.run for Python processes that are forked from the zygote: see zygote.py."""
+"""subprocess.Popen and subprocess.run for Python processes forked from the zygote. See zygote.py."""
 
 import atexit
 import json
@@ -15,35 +15,35 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESS = "RLTRAIN_TEST_ZYGOTE"
-"""Environment variable with the socket of the zygote: the processes that it forks ask the same one for theirs."""
+"""Environment variable with the socket of the zygote. Forked processes use the same zygote."""
 
 SETTING = "RLTRAIN_TEST_FORK"
-"""Environment variable; "off": every process is started as a user starts it."""
+"""Environment variable; with "off" every process is started as users start it."""
 
 START_TIMEOUT_S = 120.0
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""pyarrow's allocator would have one in the zygote."""
+"""Without this, pyarrow's allocator would have a thread in the zygote."""
 
 PYTHON_PATH = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-"""The project before what this process has been given: on a machine without a network its packages may lie there."""
+"""The project comes first, then this process's own path: on a machine without a network it may have the packages."""
 FORKED_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
 
 
 def forks() -> bool:
-    """Whether processes are forked here. One that has asked for its GPUs cannot use them after a fork."""
+    """Returns whether processes are forked here. A process that has used its GPUs cannot use them after a fork."""
     return os.environ.get(SETTING) != "off" and not Path("/dev/nvidiactl").exists()
 
 
 def is_forkable(args: Any) -> bool:
-    """Whether the command is Python's, and no program in its argument."""
+    """Returns whether the command is Python with a script or a module, not with program text."""
     is_python = isinstance(args, (list, tuple)) and len(args) > 1 and args[0] == sys.executable
     return forks() and is_python and (args[1] in ("-u", "-m") or not str(args[1]).startswith("-"))
 
 
 class Popen(subprocess.Popen[Any]):
-    """As subprocess.Popen: [sys.executable, ("-u",) SCRIPT or "-m" MODULE, ...] is forked, anything else is started.
+    """A subprocess.Popen that forks [sys.executable, ("-u",) SCRIPT or "-m" MODULE, ...] and starts all other commands.
 
-    Its parent is the zygote; its number, its exit status and what signals do to it are as for a child.
+    The parent of a forked process is the zygote. Process id, exit status and signals work as for a child.
     """
 
     _asked: socket.socket | None = None
@@ -97,7 +97,7 @@ class Popen(subprocess.Popen[Any]):
 
 
 class AgentPopen(Popen):
-    """Forks torchrun's agents alone: what scripts start that start jobs."""
+    """Forks only torchrun's agents, for scripts that start jobs."""
 
     @staticmethod
     def forkable(args: Any) -> bool:
@@ -107,7 +107,7 @@ class AgentPopen(Popen):
 def run(
     command: list[str], timeout_s: float, environment: dict[str, str] | None = None, folder: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
-    """subprocess.run of a forked process: exit status and output, as text."""
+    """Runs a forked process like subprocess.run. Exit status and output are those of the process, as text."""
     with Popen(
         command,
         cwd=folder,
@@ -126,7 +126,7 @@ def run(
 
 
 def run_module(module: str, *arguments: str, timeout_s: float = 120, **environment: str) -> str:
-    """What a module of tests prints in a process of its own, which is started, not forked, and must succeed."""
+    """Returns the output of a test module in a started, not forked, process. It must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=REPOSITORY,
@@ -141,14 +141,14 @@ def run_module(module: str, *arguments: str, timeout_s: float = 120, **environme
 
 
 def ranks_of(agent: int) -> dict[int, int]:
-    """rank -> number of its process, of the ranks that the process `agent` has had forked and that still run."""
+    """Returns rank -> process id, of the running ranks forked for the process `agent`."""
     with ask(address(), {"ranks_of": agent}, []) as asked:
         found = json.loads(asked.recv(65536))
     return {int(rank): pid for rank, pid in found.items() if rank != "null"}
 
 
 def address() -> str:
-    """Of this process's zygote, which is started when it is first needed and ends with it."""
+    """Returns the address of this process's zygote. It is started at the first use and ends with this process."""
     if ADDRESS not in os.environ:
         start_zygote()
     path = Path(os.environ[ADDRESS])
@@ -161,7 +161,7 @@ def address() -> str:
 
 
 def ask(path: str, request: dict[str, Any], streams: list[int]) -> socket.socket:
-    """The connection over which the zygote at `path` answers."""
+    """Sends a request to the zygote at `path` and returns the connection for its answers."""
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
     asked.connect(path)
@@ -170,7 +170,7 @@ def ask(path: str, request: dict[str, Any], streams: list[int]) -> socket.socket
 
 
 def start_zygote() -> None:
-    """For this process and those that it starts from now on. `address` waits until it can be asked."""
+    """Starts a zygote for this process and its later children. `address` waits until it accepts requests."""
     folder = tempfile.mkdtemp(prefix="zygote-")
     path = f"{folder}/socket"
     zygote = subprocess.Popen(
@@ -183,7 +183,7 @@ def start_zygote() -> None:
     os.environ[ADDRESS] = path
 
     def end() -> None:
-        if not Path(path).exists():  # it has not begun to look at its standard input
+        if not Path(path).exists():  # it does not read its standard input yet
             zygote.kill()
         assert zygote.stdin is not None
         zygote.stdin.close()

@@ -1,9 +1,10 @@
-"""A process that has imported the project once and forks Python processes from itself: `python -m tests.forked.zygote`.
+"""A process that imports the project once and forks Python processes from itself: `python -m tests.forked.zygote`.
 
-Importing torch, Megatron and transformers takes seconds of every process; a fork takes milliseconds. The zygote listens
-at the Unix socket that its argument names. Each connection asks for one process: a JSON object as sent by
-tests/forked/popen.py with the three standard streams, answered by its number and, when it has ended, by its status.
-It has one thread, so that no lock is held by another one at a fork, and ends with its standard input.
+Importing torch, Megatron and transformers takes seconds in every process; a fork takes milliseconds. The zygote listens
+at the Unix socket given as its argument. Each connection requests one process: tests/forked/popen.py sends a JSON
+object with the three standard streams. The zygote answers with the process id, and at the end with the exit status.
+
+It has one thread, so no other thread holds a lock at a fork. It ends with its standard input.
 """
 
 import atexit
@@ -45,12 +46,12 @@ PRELOADED = (
 )
 MAX_MESSAGE_BYTES = 2**20
 RARE_COLLECTIONS = (20_000, 20, 20)
-"""Of garbage, which by default took 6% of a job: what is frozen does not count as old."""
+"""Thresholds of the garbage collector. The defaults took 6% of a job, because frozen objects do not count as old."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process that was forked, and the connection that asked for it."""
+    """A forked process, and the connection that requested it."""
 
     pid: int
     pidfd: int
@@ -59,11 +60,11 @@ class Child:
     rank: str | None
 
     def report_end(self) -> None:
-        """Tell whoever asked for it the exit status. The process stays a zombie until that has been read."""
+        """Sends the exit status to the requester. The process stays a zombie until the status has been read."""
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        with suppress(OSError):  # whoever asked has ended before it
+        with suppress(OSError):  # the requester may have ended first
             self.connection.send(json.dumps({"code": code}).encode())
 
     def bury(self) -> None:
@@ -77,7 +78,7 @@ class Zygote:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"{path}.unheard")
         self.listener.listen(64)
-        os.rename(f"{path}.unheard", path)  # whoever sees it may connect
+        os.rename(f"{path}.unheard", path)  # the path appears only when connections are possible
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ, self._end)
         self.selector.register(self.listener, selectors.EVENT_READ, self._answer)
@@ -85,7 +86,7 @@ class Zygote:
         self.request: dict[str, Any] | None = None
 
     def serve(self) -> dict[str, Any]:
-        """Returns in forked processes only: what each is to do."""
+        """Returns only in forked processes, with their requests."""
         while self.request is None:
             for key, _ in self.selector.select():
                 key.data()
@@ -130,7 +131,7 @@ class Zygote:
         self.selector.register(child.connection, selectors.EVENT_READ, lambda: self._was_read(child))
 
     def _was_read(self, child: Child) -> None:
-        """The other side of its connection is closed."""
+        """The requester has closed its connection."""
         self.selector.unregister(child.connection)
         del self.children[child.pid]
         child.bury()
@@ -151,9 +152,9 @@ class Zygote:
 
 
 def become(request: dict[str, Any], prepare: Callable[[], None]) -> NoReturn:
-    """Run the Python command that was asked for, as an interpreter of its own would, and end this process.
+    """Runs the requested Python command as a new interpreter would, and ends this process.
 
-    What is left out is the interpreter's end: freeing every module would copy the zygote's memory, half a second of it.
+    Skips the interpreter's shutdown: freeing every module would copy the zygote's memory and take half a second.
     """
     try:
         _run(request, prepare)
@@ -205,14 +206,14 @@ def _run(request: dict[str, Any], prepare: Callable[[], None]) -> None:
 
 
 def _have_parent(number: int) -> None:
-    """Whoever asked for this process is its parent, as it is for one that was started by it: not so for those that fork
-    from it."""
+    """Makes the requester the parent of this process, as if it had started it. Forks of this process are not
+    affected."""
     child, kernels, parent = os.getpid(), os.getppid, process_here(number)
     os.getppid = lambda: kernels() if os.getpid() != child else 1 if has_ended(parent) else number
 
 
 def _fork_ranks_too() -> None:
-    """A torchrun agent is a real one but for where its ranks come from, and it itself where a script starts it."""
+    """Makes a torchrun agent fork its ranks, and scripts fork their torchrun agents. Everything else is real."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -220,7 +221,7 @@ def _fork_ranks_too() -> None:
 
     subprocess_handler.Popen = Popen
     subprocess.Popen = AgentPopen  # type: ignore[misc]
-    # It looks through all modules for the names of methods in its log, which takes seconds where there are thousands.
+    # The original searches all modules for names of methods in its log. This takes seconds with thousands of modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
 
 
@@ -228,16 +229,16 @@ def _import_all(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"imports started threads {threads}: forks would inherit the locks that they hold"
+    assert len(threads) == 1, f"imports started threads {threads}: forks would inherit their locks"
 
 
 def prepare_forks(path: str, modules: Sequence[str]) -> None:
-    """Import `modules`, of which all forks have one copy."""
+    """Imports `modules`. All forks share one copy of them."""
     gc.disable()
     try:
         _import_all(modules)
     except BaseException:
-        shutil.rmtree(Path(path).parent)  # which tells those who wait for the socket in it
+        shutil.rmtree(Path(path).parent)  # ends the waiting for the socket in it
         raise
     gc.collect()
     gc.freeze()

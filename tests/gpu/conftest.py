@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device; without one they are skipped."""
+"""Skips the tests of this folder without a CUDA device."""
 
 import pytest
 import torch

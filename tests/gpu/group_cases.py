@@ -1,4 +1,4 @@
-"""What test_reopened_groups has done in a process of its own, which a communicator that is held would keep for ever."""
+"""The process of test_reopened_groups. A communicator still held by a graph would block it forever."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ NUM_GENERATIONS = 3
 
 
 def main() -> None:
-    """Steps that reduce over a group are recorded, replayed and forgotten, and then the group is made anew."""
+    """Records, replays and forgets steps that reduce over a group, then reopens the group."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     groups = ProcessGroups([RANKS], backend="nccl", timeout_s=60, reopenable=[RANKS])

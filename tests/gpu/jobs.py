@@ -1,4 +1,4 @@
-"""Whole jobs of one rank as data: test_one_gpu runs them, and tests/unit/test_gpu_check.py checks them here."""
+"""Jobs of one rank as data: test_one_gpu runs them, and tests/unit/test_gpu_check.py checks them without a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,20 +15,23 @@ ALL = "placement={'actor, reference, rollout, reward': 0}"
 
 @dataclass(frozen=True)
 class Job:
-    """A config of the folder configs with overrides, in which {start} is the folder of models and rows to start from,
-    and {warmed_up} a model that solves some of the additions."""
+    """A config in the folder configs with overrides.
+
+    In overrides {start} is the folder of models and rows to start from. {warmed_up} is a model that solves some of the
+    additions.
+    """
 
     config: str
     overrides: tuple[str, ...]
     rows: str = "additions/train.jsonl"
     tolerance: float = 1e-3
-    """By which numbers of a GPU may differ from a CPU's, relative to them."""
+    """Allowed relative difference between numbers of a GPU and of a CPU."""
 
     def path(self) -> Path:
         return REPOSITORY / "configs" / self.config
 
     def arguments(self, start: Path) -> list[str]:
-        """Returns the overrides, but for the output folder."""
+        """Returns all overrides except the output folder."""
         own = ("model.path={warmed_up}", f"data.train.path={{start}}/{self.rows}", *COMMON, *self.overrides)
         places: Mapping[str, Path] = {"{start}": start, "{warmed_up}": WARMED_UP}
         found = []

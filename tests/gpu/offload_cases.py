@@ -1,4 +1,4 @@
-"""What test_offload has done in a process of its own: two roles take turns on a device that holds one at a time."""
+"""The process of test_offload: two roles take turns on a device with room for one at a time."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from rltrain.schedule.order import Order
 
 MIB, GIB = 2**20, 2**30
 ROLE_BYTES = int(os.environ.get("RLTRAIN_TEST_ROLE_BYTES", 3 * GIB))
-"""Of the actor's weights and optimizer, and of the rollout's weights."""
+"""Bytes of the actor's weights and optimizer, and of the rollout's weights."""
 TENSOR_BYTES = 48 * MIB
 
 
@@ -32,7 +32,7 @@ class Entry:
 
 
 def used_bytes(device: torch.device) -> int:
-    """By all processes, as the driver says."""
+    """Returns the bytes used by all processes, as reported by the driver."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
@@ -58,7 +58,7 @@ class Turns:
         return [torch.full((TENSOR_BYTES // 4,), float(i), device=self.device) for i in range(count)]
 
     def is_right(self, step: int) -> bool:
-        """Whether the actor's tensors, on the device now, hold what `step` updates have made of them."""
+        """Returns whether the actor's tensors on the device equal the result of `step` updates."""
         return all(bool((t == i + step).all()) for kept in self.tensors.values() for i, t in enumerate(kept))
 
     def update(self) -> None:
@@ -68,14 +68,15 @@ class Turns:
 
 
 def fragment(device: torch.device) -> list[torch.Tensor]:
-    """Leave holes of many sizes in the allocator's segments; what is returned keeps them open."""
+    """Leaves holes of many sizes in the allocator's segments. The returned tensors keep the holes open."""
     blocks = [torch.empty((i % 37 + 1) * 130_000, dtype=torch.uint8, device=device) for i in range(600)]
     kept = [block[:1].clone() for block in blocks] + blocks[::19]
     return kept
 
 
 def take_turns(num_steps: int, fragmented: bool, limit: float | None = None) -> dict[str, Any]:
-    """Bytes in use before anything was allocated, after every offload of the actor, and what was right."""
+    """Returns the bytes in use before any allocation and after every offload of the actor, and the checks of its
+    values."""
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
     torch.cuda.synchronize()
@@ -100,7 +101,7 @@ def take_turns(num_steps: int, fragmented: bool, limit: float | None = None) -> 
 
 
 def bandwidth() -> dict[str, float]:
-    """GB/s each way: of one large pinned copy, and of the residency's moves in the same process."""
+    """Returns GB/s in each direction, of one large pinned copy and of the residency's moves in the same process."""
     device = torch.device("cuda", 0)
     result = _pinned_bandwidth(device)
     torch.cuda.empty_cache()
@@ -120,7 +121,7 @@ def bandwidth() -> dict[str, float]:
 
 
 def _bandwidth_in(turns: Turns, moved: int) -> float:
-    """Of the actor's parts alone, by the calls that a task makes. They are on the device, the rollout's are not."""
+    """Measures only the actor's parts with the calls of a task. They are on the device, the rollout's parts are not."""
     keys = [("actor", "weights"), ("actor", "optimizer")]
     seconds = []
     for _ in range(5):

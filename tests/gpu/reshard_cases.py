@@ -1,4 +1,4 @@
-"""What two ranks on one device do in test_two_ranks: gloo is between them, since NCCL takes one rank per device."""
+"""The ranks of test_two_ranks, both on one device. They use gloo, because NCCL takes one rank per device."""
 
 from typing import Any
 
@@ -15,7 +15,10 @@ NUM_SYNCS = 3
 
 
 def syncs(device: str, bucket_bytes: int) -> dict[str, Any]:
-    """From a shard each to all weights on both, several times with the same buffers; what is wrong afterwards."""
+    """Reshards from one shard each to all weights on both ranks, several times with the same buffers.
+
+    Returns the wrong parameters, the number of rounds and the received bytes.
+    """
     architecture, rank = tiny_architecture("qwen3", num_layers=4), dist.get_rank()
     on, full = torch.device(device), full_tensors(architecture)
     source = megatron_layout(architecture, Grid((0, 1), tp=2))

@@ -1,6 +1,6 @@
-"""What test_sglang has the ranks of one engine do. They share the GPUs of the server that the first of them starts.
+"""The ranks of test_sglang: they form one engine. The first rank starts the server, and all ranks share its GPUs.
 
-Without a GPU, and with one rank, the same code runs on the CPU.
+Without a GPU and with one rank, the same code runs on the CPU.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Host:
         return engine_layout(read_architecture(Path(path)), self.grid, dtype=str(self.dtype).removeprefix("torch."))
 
     def server(self, path: str, **overrides: Any) -> Server | None:
-        """On the first rank, not yet started."""
+        """Returns the server, not yet started, on the first rank."""
         if self.rank > 0:
             return None
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.tp)))
@@ -83,7 +83,7 @@ def served(server: Server) -> dict[str, Any]:
 
 
 def fresh(host: Host, path: str, **overrides: Any) -> dict[str, Any] | None:
-    """What a server serves that loads the checkpoint by itself; on the first rank."""
+    """Returns, on the first rank, the answers of a server that loads the checkpoint itself."""
     server = host.server(path, args=FROM_DISK, **overrides)
     try:
         start(server)
@@ -101,7 +101,7 @@ def start(server: Server | None) -> None:
 
 
 def delivered(host: Host, path: str, parts: list[Layout], fill: Fill) -> dict[str, Any] | None:
-    """What a server serves that begins with noise, after `fill` has written every part; on the first rank."""
+    """Returns, on the first rank, the answers of a server started with noise after `fill` has written every part."""
     server = host.server(path)
     delivery = host.delivery(parts, functools.partial(call, server) if server else None)
     try:
@@ -126,7 +126,7 @@ def deliver(delivery: Delivery, fill: Fill, version: int = 1) -> None:
 
 
 def weights(checkpoint: str, folder: str) -> dict[str, Any]:
-    """Weights of a checkpoint, delivered in many parts and loaded by SGLang."""
+    """Delivers the weights of a checkpoint in many parts. SGLang loads them."""
     host = Host(folder)
     parts = split(host.layout(checkpoint), SLOT_BYTES)
 
@@ -138,7 +138,8 @@ def weights(checkpoint: str, folder: str) -> dict[str, Any]:
 
 
 def fp8(checkpoint: str, quantised_checkpoint: str, folder: str) -> dict[str, Any]:
-    """Weights that the reshard quantises, and a checkpoint of weights quantised by the formula, loaded by SGLang."""
+    """Loads two kinds of FP8 weights into SGLang: quantised by the reshard, and a checkpoint quantised by the
+    formula."""
     host = Host(folder, torch.bfloat16)
     whole = host.layout(checkpoint)
     chosen = np.array([is_quantised(name) for name in whole.tensors.names])
@@ -160,18 +161,18 @@ def fp8(checkpoint: str, quantised_checkpoint: str, folder: str) -> dict[str, An
 
 
 def is_quantised(name: str) -> bool:
-    """Whether SGLang's FP8 models have this tensor of a checkpoint in FP8."""
+    """Returns whether SGLang's FP8 models have this checkpoint tensor in FP8."""
     return name.endswith("_proj.weight")
 
 
 def memory(checkpoint: str, folder: str) -> dict[str, Any]:
-    """Bytes in use on this rank's GPU and responses, before and after the server has given its memory back."""
+    """Returns used bytes of this rank's GPU and responses, before and after the server has released its memory."""
     host = Host(folder)
     parts = split(host.layout(checkpoint), SLOT_BYTES)
     server = host.server(checkpoint, memory_saver=True)
     client = Client(CALL_TIMEOUT_S) if server else None
     delivery = host.delivery(parts, client.call if client else None)
-    torch.zeros(1, device=host.device)  # so that this process's context is there before the first measurement
+    torch.zeros(1, device=host.device)  # creates this process's context before the first measurement
     used = {"before": used_bytes(host.device)}
     engine = SGLangEngine(
         server,

@@ -1,4 +1,4 @@
-"""Attention over packed sequences by torch's flash kernel, and what cuDNN does not take part in."""
+"""Attention over packed sequences by torch's flash kernel. cuDNN takes no part in it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def attended(heads: tuple[int, int], head_dims: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
-    """(what attention gives, gradients of its inputs) of random bf16 rows."""
+    """Returns (output of attention, gradients of its inputs) for random bf16 rows."""
     torch.manual_seed(0)
     shapes = [(heads[0], head_dims[0]), (heads[1], head_dims[0]), (heads[1], head_dims[1])]
     inputs = [
@@ -43,7 +43,7 @@ def test_one_call_for_all_sequences_equals_padded_batches(kv_heads: int, monkeyp
 @pytest.mark.skipif(attention.packed_kernel() is None, reason="this torch has no attention over packed rows")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_of_context_parallelism_see_what_padded_ones_do(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's causality is aligned with the ends where there are more keys than queries."""
+    """With more keys than queries, the kernel's causal mask is aligned at the ends."""
     lengths = [4 * length for length in LENGTHS]
     rows, share = sum(lengths) // 2, ContextShare(rank, 2)
     shapes = [(rows, 16), (2 * rows, 4), (2 * rows, 4)]

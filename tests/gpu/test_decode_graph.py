@@ -22,7 +22,7 @@ SAMPLINGS = (
 
 
 def as_it_is(step: Callable[[], None]) -> Callable[[], None]:
-    """The steps that graphs are of, launched one kernel after the other."""
+    """Returns the step itself. Its kernels are launched one after the other."""
     return step
 
 
@@ -69,7 +69,7 @@ def test_graphs_are_the_default_and_follow_weights_and_cache(checkpoint: Path, t
         eager_parameters[name].copy_(tensor)
     changed = [bits(done) for done in generate(eager, 1)]
     assert [bits(done) for done in generate(engine, 1)] == changed
-    for tensor in parameters.values():  # as memory that is offloaded comes back
+    for tensor in parameters.values():  # like memory that returns after offloading
         left = tensor.data
         tensor.data = left.clone()
         left.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Experts and latent attention on a GPU: grouped products in recorded steps, and what is drawn elsewhere."""
+"""Experts and latent attention on a GPU: grouped products in recorded steps, and the same tokens as on the CPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Weights that wait on the host in memory of the system's own, pinned where it lies."""
+"""Offloaded weights in ordinary host memory, pinned in place."""
 
 import pytest
 import torch

@@ -23,12 +23,12 @@ PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[Heal
 
 @pytest.fixture(autouse=True)
 def _native_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them these tests would compare torch with itself."""
+    """Requires the native libraries. Without them these tests would compare torch with itself."""
     monkeypatch.setenv(native.VARIABLE, "require")
 
 
 def run(example: Example, device: torch.device, first: int, last: int) -> list[Tensor]:
-    """The bases after amax and launch of slices[first:last] on the device."""
+    """Returns the bases after amax and launch of slices[first:last] on the device."""
     bases = [base.to(device, copy=True) for base in example.bases()]
     table = CopyTable(example.slices, device)
     table.bind(bases)
@@ -50,7 +50,7 @@ def test_checksums_equal_those_of_the_cpu(kind: ElementType, cols: int, gap: int
 
 
 def one_slice(**fields: int) -> Array:
-    """A slice of base 0 to base 1; what is not given is as in an empty one of float32."""
+    """Returns a slice of base 0 to base 1. Missing fields are those of an empty one of float32."""
     slices = np.zeros(1, SLICE)
     slices["amax_base"], slices["dst_base"] = -1, 1
     for name, value in fields.items():
@@ -82,7 +82,7 @@ def test_every_16_bit_value_and_every_upper_half_of_a_float(
 ) -> None:
     values = torch.arange(2**16).to(torch.int16).view(DTYPES[source]) if source != ElementType.FLOAT32 else floats()
     count = values.numel()
-    # One row of blocks whose amax is 448: elements are not scaled, those beyond are saturated.
+    # One row of blocks with amax 448: elements are not scaled, and larger ones are saturated.
     slices = one_slice(rows=1, cols=count, src_type=source, dst_type=destination, dst_offset=offset)
     slices["amax_base"] = np.where(quantises(slices), 2, -1)
     table_of = {device: CopyTable(slices, device) for device in (CPU, DEVICE)}
@@ -96,7 +96,7 @@ def test_every_16_bit_value_and_every_upper_half_of_a_float(
 
 
 def floats() -> Tensor:
-    """All upper halves of float32, with lower halves next to where roundings change."""
+    """Returns all upper halves of float32, with lower halves next to thresholds of rounding."""
     lows = np.array([0x0000, 0x0001, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     bits = (np.arange(2**16, dtype=np.uint32) << 16)[:, None] + lows
     return torch.from_numpy(bits.ravel().view(np.float32))
@@ -245,7 +245,7 @@ def test_bandwidth(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def milliseconds(work) -> float:
-    """Median of several runs, after one that is not counted."""
+    """Returns the median of several runs, without the first one."""
     times = []
     for _ in range(8):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Keys and values in blocks on a GPU: flash attention over block tables, graphs, and a budget of what is free."""
+"""Keys and values in blocks on a GPU: flash attention over block tables, graphs, and a budget from the free memory."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(count: int = 40) -> list[Sample]:
-    """Groups of four; the longest prompts have more than a block."""
+    """Returns samples in groups of four. The longest prompts have more than a block."""
     prompts = [sample.prompt for sample in ragged_requests(160)][:: 640 // count]
     return [Sample(number, prompts[number // 4], seed=number) for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""Memory that leaves a GPU: how fast, how much stays behind, and roles that fit only in turn."""
+"""Offloading from a GPU: its speed, its residue, and roles that fit only in turn."""
 
 import json
 from typing import Any
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.gpu
 
 LEAST_SHARE_OF_PINNED = 0.85
 MOST_RESIDUE_BYTES = GIB
-"""Above an empty process, on a single GPU."""
+"""Bytes more than an empty process, on a single GPU."""
 
 
 def in_a_new_process(case: str, allocator: str = "", **arguments: Any) -> dict[str, Any]:
-    """So that the allocator is as its settings say and nobody else's blocks are in it."""
+    """Runs a case in a new process, with these settings of the allocator and without blocks of other tests."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator}
     printed = run_module("tests.gpu.offload_cases", case, json.dumps(arguments), **environment)
     return json.loads(printed.splitlines()[-1])
@@ -40,6 +40,6 @@ def test_little_stays_behind_and_it_does_not_grow(allocator: str, fragmented: bo
 
 
 def test_roles_that_do_not_fit_together_fit_in_turn() -> None:
-    """The device is limited to 1.5 times what each of the two takes."""
+    """The device is limited to 1.5 times the memory of each role."""
     seen = in_a_new_process("take_turns", num_steps=3, fragmented=False, limit=1.5 * ROLE_BYTES)
     assert seen["right"] == [True] * 3

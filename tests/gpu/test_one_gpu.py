@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models and rows that tools/gpu_check.sh --prepare has made, or new ones."""
+    """Returns the models and rows made by tools/gpu_check.sh --prepare, or new ones."""
     if os.environ.get(START):
         return Path(os.environ[START])
     folder = tmp_path_factory.mktemp("start")

@@ -1,4 +1,4 @@
-"""Logits in fp32 of weights in half precision, by a product of half precision with sums in fp32."""
+"""Logits in fp32 from weights in half precision: a product in half precision with sums in fp32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""NCCL's groups on one GPU: made anew, and destroyed after the graphs that hold them."""
+"""NCCL's groups on one GPU: reopened, and destroyed after their graphs."""
 
 import pytest
 

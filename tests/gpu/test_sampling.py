@@ -1,4 +1,4 @@
-"""Draws on a GPU: the tokens of the CPU, by torch and by the Triton kernel, and what they take."""
+"""Sampling on a GPU by torch and by the Triton kernel: the same tokens as on the CPU, and the time per call."""
 
 import time
 
@@ -34,7 +34,7 @@ def test_numbers_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("vocab", [20, 128, 129, 5000, 151_936])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_tokens_are_those_of_the_cpu(sampling: SamplingParams, vocab: int) -> None:
-    """But for near ties."""
+    """Near ties may differ."""
     rows = 256 if vocab <= 5000 else 32
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     logits[5, ::2] = -torch.inf

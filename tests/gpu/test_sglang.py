@@ -1,4 +1,4 @@
-"""SGLang on GPUs: weights by inter-process memory, FP8, memory that is given back. Two GPUs where there are two."""
+"""SGLang on GPUs: weights by inter-process memory, FP8, released memory. Uses two GPUs if there are two."""
 
 import json
 import os
@@ -22,11 +22,11 @@ pytestmark = [
 
 GIB = 2**30
 MOST_RESIDUE_BYTES = 4 * GIB
-"""Of a server that has given its memory back: CUDA's context, and what libraries keep."""
+"""Bytes of a server after it has released its memory: CUDA's context and memory of libraries."""
 TIMEOUT_S = 1400
 CASES = "tests.gpu.sglang_cases"
 
-# Every shard of two ranks consists of whole blocks of 128 x 128, as SGLang's FP8 layers want it.
+# Every shard of two ranks consists of whole blocks of 128 x 128. SGLang's FP8 layers require this.
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -38,7 +38,7 @@ SHAPE = {
 
 
 def on_ranks(case: str, **arguments: Any) -> list[dict[str, Any]]:
-    """What each rank of an engine returned."""
+    """Returns the result of each rank of an engine."""
     num_ranks = min(2, max(1, torch.cuda.device_count()))
     arguments = {name: str(value) for name, value in arguments.items()}
     return run_distributed(f"{CASES}:{case}", num_ranks, arguments, timeout_s=TIMEOUT_S)
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quantised_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in blocks of FP8, as DeepSeek and Qwen publish theirs."""
+    """Returns the checkpoint in blocks of FP8, in the format of DeepSeek and Qwen."""
     folder = tmp_path_factory.mktemp("quantised")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
@@ -85,7 +85,7 @@ def test_weights_quantised_before_the_wire_equal_a_quantised_checkpoint(
 
 
 def assert_equal(delivered: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """Bit for bit in weights; in log-probs as far as two processes agree."""
+    """Asserts bitwise equal weights, and log-probs equal to the precision of two processes."""
     assert delivered["checksums"] == fresh["checksums"]
     (tokens, logprobs), (expected_tokens, expected_logprobs) = delivered["greedy"], fresh["greedy"]
     assert tokens == expected_tokens

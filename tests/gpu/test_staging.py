@@ -1,4 +1,4 @@
-"""Memory of the CUDA driver that another process writes weights from."""
+"""Memory of the CUDA driver from which another process loads weights."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Models of Transformer Engine's modules train on one GPU as those of Megatron's own modules do."""
+"""Models with Transformer Engine's modules train on one GPU as models with Megatron's own modules do."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ MODELS: dict[str, Architecture] = {
     "latent": replace(tiny_architecture("deepseek_v3", head_dim=48, mla=LATENT, **SIZES), moe=None),
 }
 RELATIVE, OF_LOGPROBS = 2e-2, 0.1
-"""By how much two orders of bfloat16 operations may differ: metrics relatively, log-probs in nats."""
+"""Allowed differences between two orders of bfloat16 operations: metrics relatively, log-probs in nats."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,13 +53,13 @@ def test_steps_and_log_probs_are_those_of_megatrons_own_modules(name: str, tmp_p
 
 
 def reports(name: str, implementation: str, folder: Path) -> dict[str, Any]:
-    """Returns what a process of its own prints, for its communicators and Megatron's state end with it."""
+    """Returns the output of a new process. Its communicators and Megatron's state end with it."""
     printed = run_module("tests.gpu.test_transformer_engine", name, implementation, str(folder), "cuda", timeout_s=100)
     return json.loads(printed.splitlines()[-1])
 
 
 def trained(architecture: Architecture, implementation: Any, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Returns the metrics of some steps, log-probs after them, and which modules are Transformer Engine's."""
+    """Returns the metrics of some steps, log-probs after them, and the names of Transformer Engine's modules."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     groups = groups_on([GRID], backend[-4:])

@@ -1,7 +1,6 @@
-"""Tests against the real SGLang, in the environment that RLTRAIN_SGLANG_PYTHON names.
+"""Tests against the real SGLang, in the environment given by RLTRAIN_SGLANG_PYTHON.
 
-They are collected only where they are asked for by name, as `bash tests/run.sh --sglang` does, which also makes the
-environment.
+They are collected only if named. `bash tests/run.sh --sglang` does so, and also makes the environment.
 """
 
 import itertools
@@ -47,7 +46,7 @@ def real_sglang_python() -> str:
 
 @pytest.fixture(scope="session")
 def sglang_python(real_sglang_python: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Whose servers are forks of one process, where processes are forked at all."""
+    """Returns a Python whose servers are forks of one process, unless forking is off."""
     if not forks():
         yield real_sglang_python
         return
@@ -59,13 +58,14 @@ def sglang_python(real_sglang_python: str, checkpoint: Path, tmp_path_factory: p
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 whose best token is never in doubt."""
+    """Returns a tiny Qwen3 with one clearly best token at every position."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
 
 
 @pytest.fixture(scope="module")
 def start_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """start_server(model_path, **fields of ServerSpec): a server that takes requests, until the module's tests end."""
+    """Returns start_server(model_path, **fields of ServerSpec). It starts a ready server, ended after the module's
+    tests."""
     numbers = itertools.count()
     folder = tmp_path_factory.mktemp("engines")
     with ExitStack() as started:
@@ -88,6 +88,8 @@ def server_of_all(sglang_python: str, checkpoint: Path, tmp_path_factory: pytest
 
 @pytest.fixture
 def server(server_of_all: Server) -> Server:
-    """One that starts with `checkpoint` as it lies on disk, the same for all tests: its weights are those that the last
-    one left, and where it has ended it is started anew."""
+    """Returns the shared server of all tests, started with `checkpoint` from disk and restarted if it has ended.
+
+    Its weights are those of the last test.
+    """
     return running(server_of_all)

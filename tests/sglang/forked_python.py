@@ -1,7 +1,7 @@
-"""A stand-in for the interpreter of SGLang's environment: the scripts that it is given run in forks of one process that
-has imported SGLang, which takes 20 s of a processor of every server otherwise.
+"""A stand-in for the interpreter of SGLang's environment.
 
-To who starts it, it is the server: it has its exit status, and where it is killed the server is.
+It runs scripts in forks of one process with SGLang imported. This saves 20 s of CPU time per server. To its caller the
+stand-in is the server: it has the same exit status, and killing it kills the server.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ run_forked({python!r}, {socket!r})
 
 @contextlib.contextmanager
 def forked_python(python: str, environment: dict[str, str], folder: Path) -> Iterator[str]:
-    """Its path. The forks have imported SGLang in `environment`; what that said is in zygote.log in `folder`."""
+    """Yields the path of the stand-in. The forks have imported SGLang in `environment`, with its output in
+    `folder`/zygote.log."""
     script, socket = folder / "python", folder / "socket"
     repository = str(REPOSITORY)
     script.write_text(
@@ -65,7 +66,7 @@ def wait_until_it_listens(zygote: subprocess.Popen[bytes], socket: Path) -> None
 
 
 def run_forked(python: str, socket: str) -> None:
-    """In the stand-in: as `python` would run what this process was started with."""
+    """Runs the arguments of this process as `python` would. This is the program of the stand-in."""
     command = sys.argv[1:]
     if command[0].startswith("-"):
         os.execv(python, [python, *command])
@@ -86,7 +87,7 @@ def run_forked(python: str, socket: str) -> None:
 
 
 def forks_of(asker: int, python: str) -> list[int]:
-    """The processes that were forked for the process `asker`, if `python` is a stand-in: one, while it runs."""
+    """Returns the processes forked for the process `asker`, if `python` is a stand-in: one while it runs."""
     socket = Path(python).with_name("socket")
     if not socket.exists():
         return []

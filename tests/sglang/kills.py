@@ -1,4 +1,4 @@
-"""Servers of running jobs: which there were, and one that is killed."""
+"""Lists the servers of running jobs and kills one."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def kill_a_server(metrics: Path, num_steps: int, logs: Path, timeout_s: float) -> None:
-    """As soon as so many steps are done."""
+    """Kills a server as soon as so many steps are done."""
     deadline = time.monotonic() + timeout_s
     while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
         if time.monotonic() > deadline:
@@ -19,14 +19,14 @@ def kill_a_server(metrics: Path, num_steps: int, logs: Path, timeout_s: float) -
 
 
 def ports(logs: Path) -> list[int]:
-    """Of the servers that logs tell of, one per start."""
+    """Returns the ports of the servers in the logs, one per start."""
     headers = [line for log in sorted(logs.glob("*.log")) for line in log.read_text().splitlines()]
     return [int(found[1]) for line in headers if (found := re.match(r"=====.*http://127\.0\.0\.1:(\d+)", line))]
 
 
 def serving(port: int) -> list[int]:
-    """The processes that were started to serve at a port, the oldest first: the others are its forks, until they take
-    names of their own."""
+    """Returns the processes that serve at a port, the oldest first. The others are its forks, until they rename
+    themselves."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

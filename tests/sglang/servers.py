@@ -1,4 +1,4 @@
-"""SGLang servers for tests: how one is described, asked and compared with another."""
+"""SGLang servers for tests: describes, calls and compares them."""
 
 import json
 import urllib.request
@@ -26,18 +26,18 @@ CPU = torch.device("cpu")
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
 FROM_DISK = {"load_format": "auto"}
-"""rollout.sglang.args of a server that has the checkpoint's weights from its start, without a weight sync."""
+"""rollout.sglang.args of a server with the checkpoint's weights from its start, without a weight sync."""
 PART_BYTES = 20_000
-"""Of a part of the weights: the tiny checkpoints have several."""
+"""Bytes of a part of the weights. The tiny checkpoints have several parts."""
 
 
 def parts_of(checkpoint: Path) -> list[Layout]:
-    """In which a checkpoint's weights reach an engine on rank 0."""
+    """Returns the parts of a checkpoint's weights for an engine on rank 0."""
     return split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
 
 
 def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides: Any) -> ServerSpec:
-    """An engine on one rank without a GPU; `overrides` are fields of ServerSpec."""
+    """Returns the spec of an engine on one rank without a GPU. `overrides` are fields of ServerSpec."""
     settings: dict[str, Any] = {
         "python": python,
         "model_path": str(model_path),
@@ -68,7 +68,10 @@ def engine_on(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[SGLangEngine, Server]:
-    """An engine that has not started yet, and its server; `settings` are of rollout.sglang, `options` the engine's."""
+    """Returns an engine, not yet started, and its server.
+
+    `settings` are of rollout.sglang, `options` are the engine's.
+    """
     server, client = Server(server_spec(python, checkpoint, log_path, **limits, **(spec or {}))), Client(limit_s=60.0)
     chosen = SGLang(**{"start_timeout_s": START_TIMEOUT_S, "hang_timeout_s": 60.0, **(settings or {})})
     delivery = Delivery(parts_of(checkpoint), 0, device=CPU, keep=chosen.keep_weights, group=None, call=client.call)
@@ -96,7 +99,7 @@ def connected(server: Server) -> Iterator[Client]:
 
 
 def running(server: Server) -> Server:
-    """The same, started where it does not run."""
+    """Returns the server, started if it does not run."""
     if server.ending is not None:
         server.start()
         server.wait_until_ready(START_TIMEOUT_S, lambda: None)
@@ -104,7 +107,7 @@ def running(server: Server) -> Server:
 
 
 def processes(server: Server) -> list[int]:
-    """All that it has, its supervisor left out; those that it forked last come last."""
+    """Returns all processes of the server without its supervisor. The last forked ones come last."""
     assert server._process is not None
     own = descendants(server._process.pid)
     forked = forks_of(own[0], server.spec.python)
@@ -112,7 +115,10 @@ def processes(server: Server) -> list[int]:
 
 
 def call(server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """What the server answers, parsed: to a GET without a body, else to a POST. Raises HTTPError where it refuses."""
+    """Returns the parsed answer of the server: to a GET without a body, else to a POST.
+
+    Raises HTTPError if the server refuses.
+    """
     headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -123,12 +129,13 @@ def call(server: Server, path: str, body: Mapping[str, Any] | None = None) -> An
 
 
 def checksums(server: Server) -> list[dict[str, str]]:
-    """By tensor-parallel rank, SGLang's own checksum of every parameter that it serves; FP8 ones times their scales."""
+    """Returns SGLang's own checksum of every served parameter, by tensor-parallel rank. FP8 parameters include their
+    scales."""
     return [rank["checksums"] for rank in call(server, "/weights_checker", {"action": "checksum"})["ranks"]]
 
 
 def greedy(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """(tokens, their log-probs) that the server prefers after `prompt`."""
+    """Returns (greedy tokens, their log-probs) after `prompt`."""
     sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     answer = call(server, "/generate", body)

@@ -1,4 +1,4 @@
-"""What changed of the weights, in a running SGLang server: by its own checksums it holds what a full sync gives it."""
+"""Changed weights sent to a running SGLang server: by its own checksums it has the weights of a full sync."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.sglang.servers import PART_BYTES, call, checksums, connected, running
 from tests.support.rollout_models import write_checkpoint
 
 SHARE = 0.02
-"""Of elements that change from one checkpoint to the next."""
+"""Share of elements that change from one checkpoint to the next."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -31,7 +31,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of one model, three times, the later ones with some elements changed."""
+    """Returns three checkpoints of one model. Some elements change from one to the next."""
     folders = [write_checkpoint(tmp_path_factory.mktemp("changes"), "qwen3", seed=3)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -77,7 +77,10 @@ def send(
     before: Path | None = None,
     after_part: Callable[[int], None] = lambda part: None,
 ) -> int:
-    """As a weight sync does; with a checkpoint `before`, only what differs from it is written: that many elements."""
+    """Sends a checkpoint as a weight sync does and returns the number of written elements.
+
+    With a checkpoint `before`, only the differences from it are written.
+    """
     delivery.begin()
     written = 0
     for number, part in enumerate(parts):

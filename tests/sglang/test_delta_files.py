@@ -1,4 +1,4 @@
-"""A real SGLang server with rltrain's plugin takes folders of what changed, and no other ones."""
+"""A real SGLang server with rltrain's plugin takes folders of changes and refuses other folders."""
 
 from pathlib import Path
 from urllib.error import HTTPError
@@ -14,7 +14,7 @@ from tests.support.checkpoint_files import changed_somewhat, damage, tensors_of,
 def load(server: Server, folder: Path, version: str) -> None:
     body = {"model_path": str(folder), "weight_version": version, "flush_cache": False}
     call(server, "/update_weights_from_disk", body)
-    call(server, "/flush_cache?timeout=10", {})  # its scheduler may still hold the batch that was drawn before
+    call(server, "/flush_cache?timeout=10", {})  # its scheduler may still hold the last batch
 
 
 def refusal(server: Server, folder: Path) -> str:
@@ -44,4 +44,4 @@ def test_what_changed_makes_the_same_weights(server: Server, checkpoint: Path, t
     damage(third)
     assert "is damaged" in refusal(server, third) and checksums(server) == expected
     load(server, checkpoint, "own")
-    assert "expected None, which is served" in refusal(server, third), "of weights that tell no version"
+    assert "expected None, which is served" in refusal(server, third), "refused for weights without a version"

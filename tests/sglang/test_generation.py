@@ -26,12 +26,13 @@ GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
 LONG = SamplingParams(0.0, 1.0, 0, 100, ())
 LIMIT_S = 600.0
 MAX_ATTEMPTS = 5
-"""At having weights change while a response is drawn: a fast server beside a slow test has drawn all of them before."""
+"""Attempts to change weights during a response. A fast server may finish all responses before a slow test changes
+them."""
 
 
 @dataclass
 class Rig:
-    """An engine that is given the weights of checkpoints."""
+    """An engine that gets the weights of checkpoints."""
 
     engine: SGLangEngine
     server: Server
@@ -41,7 +42,7 @@ class Rig:
 
 
 def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Token n is one letter."""
+    """Returns a tokenizer with one letter per token."""
     vocab = {chr(ord("A") + token): token for token in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="A"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -51,7 +52,7 @@ def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two of one architecture, with a tokenizer."""
+    """Returns two checkpoints of one architecture, with a tokenizer."""
     paths = [write_checkpoint(tmp_path_factory.mktemp(f"qwen3{seed}"), "qwen3", seed=seed) for seed in (0, 1)]
     for path in paths:
         letter_tokenizer().save_pretrained(path)
@@ -60,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def started(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """With the weights of the first checkpoint as version 0."""
+    """Yields an engine with the weights of the first checkpoint as version 0."""
     limits = {"max_running_requests": NUM_SLOTS, "max_context_tokens": 256}
     engine, server = engine_on(
         sglang_python,
@@ -82,7 +83,7 @@ def started(sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytes
 
 @pytest.fixture
 def rig(started: Rig, checkpoints: list[Path]) -> Rig:
-    """The same engine for all tests, again with version 0."""
+    """Returns the same engine for all tests, with version 0 again."""
     if started.engine.policy_version != 0:
         started.sync(checkpoints[0], 0)
     return started
@@ -95,7 +96,7 @@ def references(checkpoints: list[Path]) -> list[transformers.PreTrainedModel]:
 
 @torch.no_grad()
 def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: Sample) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their log-probs where `models[i]` draws token i on what those before it cached."""
+    """Returns greedy tokens and log-probs. `models[i]` generates token i with the cache of all tokens before it."""
     cache = transformers.DynamicCache()
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -109,7 +110,7 @@ def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: S
 
 
 def assert_greedy(request: Sample, done: Sample, models: Sequence[transformers.PreTrainedModel]) -> None:
-    """Every token is that of the model of its version."""
+    """Asserts that every token is that of the model of its version."""
     assert len(done.policy_versions) == len(done.tokens)
     tokens, logprobs = decode_with_cache([models[version] for version in done.policy_versions], request)
     assert list(done.tokens) == tokens
@@ -126,8 +127,7 @@ def drain(engine: SGLangEngine) -> dict[int, Sample]:
 
 
 def draw(engine: SGLangEngine, requests: Sequence[Sample], num_tokens: int) -> dict[int, Sample]:
-    """Until one that is still in flight has so many tokens, or none is, where the server was faster; those that have
-    ended."""
+    """Steps until an unfinished sample has `num_tokens` tokens or none is left, and returns the finished samples."""
     completions: dict[int, Sample] = {}
     ids = [request.id for request in requests]
     deadline = time.monotonic() + LIMIT_S
@@ -242,8 +242,10 @@ def test_a_stop_string_is_found_across_a_suspension(rig: Rig) -> None:
 def test_every_token_has_the_version_of_the_weights_that_drew_it(
     rig: Rig, checkpoints: list[Path], references: list[transformers.PreTrainedModel]
 ) -> None:
-    """The weights really change, and what was cached of the old ones stays in use: so a token of a wrong version, one
-    that was lost or one drawn twice changes all that follow."""
+    """The versions have different weights, and cached keys and values of old weights stay in use.
+
+    So a wrong version, a lost token or a duplicate changes all later tokens.
+    """
     of_version = [references[version % 2] for version in range(4)]
     seen: list[set[int]] = []
     for attempt in range(MAX_ATTEMPTS):
@@ -270,7 +272,7 @@ def test_a_prompt_that_old_weights_have_cached_is_computed_again(
 ) -> None:
     long_prompt = [replace(ragged_requests(1)[0], prompt=tuple(range(40)))]
     rig.engine.generate(long_prompt, GREEDY)
-    rig.engine.submit(ragged_requests(2), LONG)  # something runs, so that the cache is not flushed
+    rig.engine.submit(ragged_requests(2), LONG)  # a running request prevents a flush of the cache
     rig.engine.step()
     rig.sync(checkpoints[1], 1)
     drain(rig.engine)

@@ -1,4 +1,4 @@
-"""Jobs whose engines are real SGLang servers that were started apart from them."""
+"""Jobs with separately started real SGLang servers as engines."""
 
 import subprocess
 import time
@@ -43,8 +43,11 @@ def test_servers_started_apart_roll_out_and_may_come_and_die(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two with one token, by each way that weights take: the second comes while the job runs, gets weights, and is
-    killed. Of float32 weights all change: a delta has them all, and the next updates are whole folders."""
+    """Two servers share one token, for each way of sending weights. The second joins while the job runs, gets weights,
+    and is killed.
+
+    All float32 weights change. So a delta has all of them, and the next updates are whole folders.
+    """
     monkeypatch.setattr("secrets.token_urlsafe", lambda length: "a-token-of-both")
     first, second = (start_server(warmed_up, max_context_tokens=120, args=FROM_DISK) for _ in range(2))
     for weights in ("delta", "group"):
@@ -57,7 +60,7 @@ def test_servers_started_apart_roll_out_and_may_come_and_die(
         if weights == "delta":
             assert column(records, "rollout/weight_files_are_full") == [1, 0, 1, 1, 1, 1]
         assert weight_version(first).endswith(f".{STEPS - 1}")
-        assert not (tmp_path / weights / "http_weights").exists(), "what engines have loaded is removed"
+        assert not (tmp_path / weights / "http_weights").exists(), "loaded weight files are removed"
 
 
 def records_of_job(first: Server, second: Server, model: Path, output: Path, *overrides: str) -> list[dict[str, Any]]:

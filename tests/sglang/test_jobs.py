@@ -1,4 +1,4 @@
-"""Whole jobs that roll out on SGLang, one of its servers per engine."""
+"""Whole jobs that roll out on SGLang, with one server per engine."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def train_on(*overrides, num_ranks):
 
 
 def test_the_engine_draws_from_the_weights_that_it_was_sent(overrides, tmp_path):
-    """Log-probs of its tokens equal the actor's, after every update, with weights that arrive in many parts."""
+    """Log-probs of its tokens equal the actor's after every update, with weights that arrive in many parts."""
     job = [*overrides, *IN_MANY_PARTS, "placement={'actor, reference, rollout, reward': 0}", "steps=3"]
     records = train_on(*job, f"output_dir={tmp_path}", num_ranks=1)
     differences = column(records, "train/train_rollout_logprob_abs_diff_max")
@@ -35,11 +35,11 @@ def test_the_engine_draws_from_the_weights_that_it_was_sent(overrides, tmp_path)
 
 
 def test_what_changed_of_the_weights_comes_in_flight(overrides, tmp_path):
-    """With checksums compared on both ways, from the actor to staging memory and from there into the server."""
+    """Checksums are compared on both ways: from the actor to staging memory, and from there into the server."""
     records = train_on(
         *(*overrides, *IN_MANY_PARTS, *AHEAD, f"output_dir={tmp_path}", "steps=4"),
         *("model.dtype=bfloat16", "loss.old_logprobs=actor", "weight_sync.delta={in_shared_memory: true}"),
-        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 2.0e-4, warmup_steps: 0}"),  # no reward tells samples apart
+        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 2.0e-4, warmup_steps: 0}"),  # all samples get the same reward
         num_ranks=2,
     )
     shares = column(records, "perf/weight_sync_changed_share")
@@ -48,11 +48,11 @@ def test_what_changed_of_the_weights_comes_in_flight(overrides, tmp_path):
 
 
 def test_adapters_come_alone_after_the_base(overrides, tmp_path):
-    """The engine's log-probs are the actor's while its adapters learn. A resumed run brings the base once more, and
+    """The engine's log-probs are the actor's while its adapters learn. A resumed run sends the base once more, and
     adapters while responses run."""
     common = [
         *(*overrides, *IN_MANY_PARTS, "model.lora={rank: 8, alpha: 16}", "weight_sync.adapters=apart"),
-        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 3.0e-3, warmup_steps: 0}"),  # no reward tells samples apart
+        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 3.0e-3, warmup_steps: 0}"),  # all samples get the same reward
         "checkpoint={save_interval: 2, keep: 0}",
     ]
     begun = [*common, "placement={'actor, reference, rollout, reward': 0}", "steps=3", f"output_dir={tmp_path}/begun"]
@@ -60,7 +60,7 @@ def test_adapters_come_alone_after_the_base(overrides, tmp_path):
     resumed = [*common, *AHEAD, going_on, "steps=5", f"output_dir={tmp_path}/resumed"]
     records = train_on(*begun, num_ranks=1)
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
-    assert column(records, "train/reference_kl")[-1] > 1e-3, "what the adapters add is no rounding"
+    assert column(records, "train/reference_kl")[-1] > 1e-3, "the adapters add more than rounding"
     later = train_on(*resumed, num_ranks=2)
     assert len(column(later, "train/loss")) == 3
     for found in (column(records, "perf/weight_sync_local_bytes"), column(later, "perf/weight_sync_bytes")):
@@ -69,7 +69,7 @@ def test_adapters_come_alone_after_the_base(overrides, tmp_path):
 
 
 def test_weights_change_while_responses_run(overrides, tmp_path):
-    """Every token says which version drew it, within the limit, and no sample is lost or used twice."""
+    """Every token has the version of its weights, within the limit. No sample is lost or used twice."""
     steps = 6
     records = train_on(
         *(*overrides, f"output_dir={tmp_path}", f"steps={steps}", "loss.old_logprobs=actor", "logging.sample_ids=true"),
@@ -90,7 +90,8 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_conversations_go_on_while_weights_change(name, overrides, tmp_path, monkeypatch):
-    """Turns are answered by environments, or asked for at the endpoint; what is trained on is what the engine drew."""
+    """Environments answer turns, or an agent requests them at the endpoint. The actor trains on the engine's own
+    tokens."""
     monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
     steps = 3
     records = train_on(
@@ -118,7 +119,7 @@ def test_conversations_go_on_while_weights_change(name, overrides, tmp_path, mon
 def test_a_checkpoint_is_evaluated_by_one_server_and_judged_by_another(
     sglang_python: str, quickstart_files: Path, warmed_up: Path, tmp_path: Path
 ):
-    """Each with the weights of its own checkpoint, which no sync brings."""
+    """Each server has the weights of a separate checkpoint, without a sync."""
     judge = make_judge_who_loves("1", tmp_path / "judge")
     succeed(
         [

@@ -1,4 +1,4 @@
-"""The quickstart's task, learned with SGLang as the engine, of which one server is killed."""
+"""The quickstart's task learned with SGLang as the engine. One of its servers is killed."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.support.jobs import QUICKSTART, column, train
 
 TIMEOUT_S = 2400
 KILLED_AFTER = 2
-"""Steps."""
+"""Number of steps before the kill."""
 
 
 @pytest.mark.slow
@@ -18,7 +18,8 @@ KILLED_AFTER = 2
 def test_the_quickstart_is_learned_and_a_server_that_is_killed_is_started_again(
     sglang_python, warmed_up, data_overrides, tmp_path
 ):
-    """With the weights that it had, on a rank apart from the actor's: the run goes on as if nothing had happened."""
+    """The new server has the same weights, on another rank than the actor's. The run continues as if nothing had
+    happened."""
     logs = tmp_path / "engines"
     killer = threading.Thread(
         target=kill_a_server, args=(tmp_path / "metrics.jsonl", KILLED_AFTER, logs, TIMEOUT_S), daemon=True
@@ -37,5 +38,5 @@ def test_the_quickstart_is_learned_and_a_server_that_is_killed_is_started_again(
     assert len(ports(logs)) == 2, "one start, and one more after the kill"
     scores = column(records, "eval/score")
     assert scores[0] < 0.5 and scores[-1] >= 0.7
-    # With the weights of a step before they would differ by more than a hundred times that.
+    # With the weights of an earlier step they would differ by more than a hundred times this limit.
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-3

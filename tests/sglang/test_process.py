@@ -1,4 +1,4 @@
-"""The process of a real SGLang server: it starts, asks for its token, and never outlives its rank."""
+"""The process of a real SGLang server: it starts, requires its token, and never outlives its rank."""
 
 import contextlib
 import json
@@ -82,7 +82,7 @@ time.sleep(600)
 def test_another_one_beside_it_dies_with_a_rank_that_is_killed(
     server: Server, real_sglang_python: str, tmp_path: Path
 ) -> None:
-    """Started as users start them: no fork."""
+    """The server is started as users start it, without a fork."""
     command = [sys.executable, "-c", RANK, real_sglang_python, server.spec.model_path, str(tmp_path / "engine.log")]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
         try:

@@ -1,4 +1,4 @@
-"""The routing that a real server returns is that of transformers' routers, in turns, and where requests are aborted."""
+"""The routing returned by a real server is that of transformers' routers, also over several turns and after aborts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +17,12 @@ LIMITS = {"max_running_requests": 4, "max_context_tokens": 256}
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
 LONG = SamplingParams(0.0, 1.0, 0, 200, ())
 CHUNKS = {"chunked_prefill_size": 16}
-"""Prompts come in pieces."""
+"""Prompts are prefilled in pieces."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two of one architecture."""
+    """Returns two checkpoints of one architecture."""
     sizes = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [], "head_dim": 16}
     folder = tmp_path_factory.mktemp("checkpoints")
     return [write_checkpoint(folder / f"{seed}", "qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
@@ -44,7 +44,7 @@ def engine(
 
 
 def test_it_is_that_of_transformers(engine: SGLangEngine, checkpoints: list[Path]) -> None:
-    """Samples of one prompt share what was fed first of it."""
+    """Samples of one prompt share the routing of its first prefill."""
     sync(engine, checkpoints[0], 0)
     long = [replace(sample, prompt=sample.prompt * 20) for sample in ragged_requests(3)]
     same = [replace(long[0], id=1000 + number, seed=number) for number in range(3)]
@@ -60,7 +60,7 @@ def test_it_is_that_of_every_turn(engine: SGLangEngine, checkpoints: list[Path])
 
 
 def test_what_was_recorded_before_a_suspension_stays(engine: SGLangEngine, checkpoints: list[Path]) -> None:
-    """Aborted requests tell what they have fed; the rest is of the weights that drew it."""
+    """Aborted requests return the routing of their fed tokens. The rest has the routing of the later weights."""
     sync(engine, checkpoints[0], 0)
     engine.submit(ragged_requests(6), LONG)
     while not any(len(sample.tokens) > 1 for sample in engine.progress([s.id for s in ragged_requests(6)])):

@@ -1,4 +1,4 @@
-"""The real server refuses what its stand-in does, in the same words."""
+"""The real server refuses the same as its stand-in, in the same words."""
 
 import json
 from collections.abc import Callable, Mapping

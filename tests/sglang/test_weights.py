@@ -1,4 +1,4 @@
-"""Weights that reach a running SGLang server piece by piece, against a fresh load of the same checkpoint."""
+"""Weights sent to a running SGLang server piece by piece, against a fresh load of the same checkpoint."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.support.rollout_models import write_checkpoint
 PROMPT = [5, 9, 2, 14, 7, 1]
 NUM_TOKENS = 24
 OF_ALL = "qwen3"
-"""The family of the server that all tests share."""
+"""The family of the server shared by all tests."""
 FAMILIES = [OF_ALL, "tied qwen2", "qwen3_moe"]
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "mlp_only_layers": []}
 
@@ -32,7 +32,7 @@ SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "mlp_only_l
 def deliver(
     delivery: Delivery, checkpoint: Path, version: int, after_part: Callable[[int], None] | None = None
 ) -> None:
-    """What a weight sync does, with the tensors of a checkpoint."""
+    """Sends the tensors of a checkpoint as a weight sync does."""
     delivery.begin()
     for number, part in enumerate(parts_of(checkpoint)):
         load_parameters(checkpoint, part, 0, delivery.tensors(number))
@@ -47,7 +47,7 @@ def served_version(server: Server) -> str:
 
 
 def assert_serves(server: Server, checkpoint: Path) -> None:
-    """Greedy tokens and their log-probs are those of a fresh load."""
+    """Asserts that greedy tokens and their log-probs are those of a fresh load."""
     tokens, logprobs = greedy(server, PROMPT, NUM_TOKENS)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two of one architecture."""
+    """Returns two checkpoints of one architecture."""
     folders = [tmp_path_factory.mktemp(f"weights{seed}") for seed in (1, 2)]
     for seed, folder in enumerate(folders):
         sizes = SPARSE if family == "qwen3_moe" else {}

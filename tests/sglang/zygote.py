@@ -1,4 +1,5 @@
-"""SGLang's Python, once: forks servers that need not import SGLang again. See tests/sglang/forked_python.py."""
+"""A process with SGLang imported once. Its forks are servers without another import. See
+tests/sglang/forked_python.py."""
 
 import os
 import signal
@@ -21,7 +22,7 @@ PRELOADED = (
 
 
 class ServersZygote(Zygote):
-    """What it forks has a process group of its own, and ends with whoever asked for it, as that ends with it."""
+    """Forks servers with their own process groups. A server and its requester end together."""
 
     def _fork(self, connection: socket.socket, request: dict[str, Any], streams: list[int]) -> None:
         before = set(self.children)
@@ -30,7 +31,7 @@ class ServersZygote(Zygote):
             (pid,) = set(self.children) - before
             os.setpgid(pid, pid)
             child = self.children[pid]
-            self.selector.register(connection, EVENT_READ, lambda: self._kill_all(child))  # who asked has ended
+            self.selector.register(connection, EVENT_READ, lambda: self._kill_all(child))  # the requester has ended
 
     def _ended(self, child: Child) -> None:
         self.selector.unregister(child.connection)
@@ -48,7 +49,7 @@ class ServersZygote(Zygote):
 
 
 def forget_temporary_folder() -> None:
-    """The supervisor of every server gives it one."""
+    """Resets the folder of tempfile, because the supervisor of every server sets another one."""
     tempfile.tempdir = None
 
 

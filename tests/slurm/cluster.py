@@ -1,5 +1,8 @@
-"""A real Slurm on this machine: a controller and nodes, each in network, host name, process and mount namespaces of its
-own, with an address, a /dev/shm and a first process, whose end is that of the node."""
+"""A real Slurm on this machine: a controller and nodes in separate namespaces for network, host name, processes and
+mounts.
+
+Each node has its own address, /dev/shm and first process. The node ends with this process.
+"""
 
 import os
 import re
@@ -59,7 +62,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def obstacle() -> str | None:
-    """Why no Slurm can be set up here; None where it can."""
+    """Returns why no Slurm can be set up here, or None if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)"
@@ -67,7 +70,7 @@ def obstacle() -> str | None:
 
 
 class Cluster:
-    """`folder` is for everything of it. `close` ends all of its processes."""
+    """A running Slurm with all its files in `folder`. `close` ends all of its processes."""
 
     def __init__(self, folder: Path, num_nodes: int = 2) -> None:
         self.folder, self.num_nodes = folder, num_nodes
@@ -96,7 +99,7 @@ class Cluster:
         self.hosts.__exit__(None, None, None)
 
     def boot(self, node: int) -> None:
-        """Start node `node`, from 1 on."""
+        """Starts node `node`, counted from 1."""
         command = [*self.hosts.on(node), "bash", str(NODE_PROGRAM), f"n{node}"]
         with (self.folder / f"node-{node}.out").open("ab") as output:
             self._nodes[node] = subprocess.Popen(
@@ -104,26 +107,29 @@ class Cluster:
             )
 
     def power_off(self, node: int) -> None:
-        """Every process of the node is killed at once."""
+        """Kills every process of the node at once."""
         process = self._nodes.pop(node)
         process.kill()
         process.wait()
 
     def restart_controller(self) -> None:
-        """With its state, but for messages that nodes have not answered. One of them ends the life of a job that a lost
-        node has ended; it is sent again after a minute, when the job's next life, of the same number, is under way."""
+        """Restarts the controller with its state, except for messages not answered by nodes.
+
+        One of these messages ends a job that ran on a lost node. The controller would repeat it after a minute. By then
+        the job runs again with the same number.
+        """
         self.run("scontrol", "shutdown", "slurmctld")
         self._controller.wait(timeout=30)
         self._controller = self._daemon("slurmctld", "-D", "-i", inside=self.hosts.on(0))
         self._until(self._answers, "the controller to answer", 30)
 
     def submit(self, script: str, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> int:
-        """The number of the job."""
+        """Submits a script and returns the number of the job."""
         given = ("--parsable", "--cpus-per-task=1", *options)
         return int(self.run("sbatch", *given, script, *arguments, **environment).split("_")[0])
 
     def run(self, *command: str, **environment: str) -> str:
-        """A command of Slurm's, on the controller, in the repository; what it prints."""
+        """Runs a command of Slurm on the controller, in the repository, and returns its output."""
         done = subprocess.run(
             [*self.hosts.inside(0), *command],
             env={**self.environment, **environment},
@@ -137,7 +143,7 @@ class Cluster:
         return done.stdout
 
     def facts(self, job: int | str) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """Returns the controller's facts about a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", str(job))))
 
     def await_state(self, job: int | str, *states: str, timeout_s: float = 100) -> dict[str, str]:
@@ -150,7 +156,7 @@ class Cluster:
         return self.facts(job)
 
     def accounting(self, job: int | str) -> list[str]:
-        """Lines of finished lives of a job."""
+        """Returns the accounting lines of a job, one per finished run."""
         path = self.folder / "accounting"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(f"JobId={job} ")]
@@ -193,6 +199,6 @@ class Cluster:
             time.sleep(POLL_S)
 
     def logs(self) -> str:
-        """The ends of all of Slurm's logs."""
+        """Returns the ends of all of Slurm's logs."""
         files = [path for pattern in ("*.log", "*.out", "munge/log-file") for path in self.folder.glob(pattern)]
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(files))

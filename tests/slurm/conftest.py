@@ -1,5 +1,4 @@
-"""Tests on a real Slurm, which is set up and torn down: `bash tests/run.sh --slurm`. They are collected only where they
-are asked for by name."""
+"""Tests on a real Slurm, set up and torn down here: `bash tests/run.sh --slurm`. They are collected only if named."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes, n1 and n2."""
+    """Yields a cluster with two nodes, n1 and n2."""
     if reason := obstacle():
         if os.environ.get("RLTRAIN_SLURM") == "require":
             pytest.fail(reason)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first process of a node of Slurm: node.sh NAME. When it is gone, so is the node.
+# The first process of a Slurm node: node.sh NAME. The node ends with it.
 set -euo pipefail
 /usr/sbin/slurmd -N "$1" -D &
-while true; do wait -n 2>/dev/null || sleep 1; done # the parent of whatever loses its own
+while true; do wait -n 2>/dev/null || sleep 1; done # it becomes the parent of orphans

@@ -27,7 +27,7 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
     def steps(self) -> list[int]:
-        """That metrics.jsonl has, in its order."""
+        """Returns the steps in metrics.jsonl, in order."""
         path = self.output / "metrics.jsonl"
         records = map(json.loads, path.read_text().splitlines()) if path.exists() else []
         return [record["step"] for record in records if "train/loss" in record or "perf/step_s" in record]
@@ -45,13 +45,13 @@ class Job:
         return int(self.cluster.facts(self.number)["Restarts"])
 
     def going_on(self) -> int:
-        """How often it has gone on from a checkpoint."""
+        """Returns the number of resumes from a checkpoint."""
         return self.told.count("going on after step")
 
 
 @pytest.fixture
 def training(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> list[str]:
-    """Arguments of the quickstart's job in its smallest form."""
+    """Returns the arguments of the quickstart's job in its smallest form."""
     return [
         f"--config={REPOSITORY}/configs/quickstart.yaml",
         f"model.path={warmed_up}",
@@ -85,7 +85,7 @@ def test_a_run_for_a_seed_finishes_and_is_accounted_for(cluster: Cluster, tmp_pa
 def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(
     cluster: Cluster, tmp_path: Path, training: list[str]
 ) -> None:
-    """Training on one node, inference on the other, which is switched off."""
+    """One node trains. The other has inference and is switched off."""
     job = Job(cluster, tmp_path, "train_beside_inference", *training, "steps=30", options=("--requeue",))
     job.until(lambda: len(job.steps()) >= 3, "third step")
     cluster.power_off(2)
@@ -94,7 +94,7 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(
     cluster.boot(2)
     job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
     assert job.state() == "COMPLETED" and job.going_on() == 1, job.told
-    assert job.steps() == [*range(30)], "nothing is lost, nothing comes twice"
+    assert job.steps() == [*range(30)], "no step is lost or repeated"
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_with_a_range_of_nodes_it_goes_on_with_those_that_are_left(
     job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
     assert job.state() == "COMPLETED" and job.going_on() == 1, job.told
     assert cluster.facts(job.number)["NumNodes"] == "1", job.told
-    assert job.steps() == [*range(30)], "nothing is lost, nothing comes twice"
+    assert job.steps() == [*range(30)], "no step is lost or repeated"
     cluster.boot(2)
 
 
@@ -118,7 +118,7 @@ def test_with_a_range_of_nodes_it_goes_on_with_those_that_are_left(
 def test_a_job_is_queued_again_when_preempted_and_warned_but_not_when_cancelled(
     cluster: Cluster, tmp_path: Path, training: list[str]
 ) -> None:
-    limits = ("--time=2", "--signal=B:USR1@45")  # looked at every 30 s: the signal comes 45 to 75 s after the start
+    limits = ("--time=2", "--signal=B:USR1@45")  # Slurm checks every 30 s: the signal comes 45 to 75 s after the start
     job = Job(cluster, tmp_path, "requeue", *training, "steps=100000", options=limits)
     job.until(lambda: len(job.steps()) >= 2, "second step")
     urgent = ("--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent", "--wrap=true")
@@ -136,5 +136,5 @@ def test_a_job_is_queued_again_when_preempted_and_warned_but_not_when_cancelled(
         lambda: any("JobState=CANCELLED" in line for line in cluster.accounting(job.number)), "line of accounting"
     )
     steps = job.steps()
-    assert steps == [*range(len(steps))], "nothing is lost, nothing comes twice"
+    assert steps == [*range(len(steps))], "no step is lost or repeated"
     assert job.restarts() == 2 and "was killed" not in job.told

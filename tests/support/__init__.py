@@ -1,1 +1,1 @@
-"""What tests share: small models and checkpoints, stand-ins, programs and functions that jobs of tests run."""
+"""Helpers of several tests: small models and checkpoints, stand-ins, and programs run by test jobs."""

@@ -1,7 +1,8 @@
-"""Small tokenizers with the special tokens and the chat formats of real model families.
+"""Small tokenizers with the special tokens and chat formats of real model families.
 
-The templates in tests/support/chat_templates are written for the tests. Each renders what its family's does, with what
-makes it hard to continue; what it leaves out is wording."""
+The templates in tests/support/chat_templates are written for these tests. Each keeps the parts of its family's template
+that are hard to continue and shortens the wording.
+"""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +24,7 @@ CORPUS = (
 )
 MERGES = 300
 WORDS = r"\s*[\r\n]+|\s?\p{L}+|\p{N}|\s?[^\s\p{L}\p{N}]+|\s+"
-"""Line feeds stay together, as in these families' tokenizers: a prompt's last ones are no part of the answer."""
+"""Line feeds stay together, as in these families' tokenizers: the last ones of a prompt do not belong to the answer."""
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -46,17 +47,17 @@ TOOLS = (ADD, SEARCH)
 
 @dataclass(frozen=True)
 class Family:
-    """What of a family's tokenizer its template needs."""
+    """The tokens and settings that the template of a family needs."""
 
     special: tuple[str, ...]
     eos: str
     bos: str | None = None
     visible: tuple[str, ...] = ()
-    """Tokens of their own that decoding keeps."""
+    """Added tokens that decoding keeps."""
     end_tokens: tuple[str, ...] = ()
-    """What generation_config.json names beside the tokenizer's eos_token."""
+    """End tokens of generation_config.json in addition to the tokenizer's eos_token."""
     takes: tuple[str, ...] = ("user", "tool")
-    """Roles that may follow a turn of the model."""
+    """Roles of the messages allowed after a turn of the model."""
     parallel_calls: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -119,7 +120,7 @@ def _trained() -> str:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """The family's tokenizer: bytes, some merges, and the special tokens of its template."""
+    """Returns the family's tokenizer: bytes, some merges, and the special tokens of its template."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(_trained())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])

@@ -1,4 +1,4 @@
-"""Checkpoints in every format that tests write and read back: converted, Megatron's, states, what changed."""
+"""Writes and reads checkpoints in all formats: Hugging Face, Megatron, training states and deltas."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-"""Of all families, where their settings do not say otherwise."""
+"""Sizes of all families, unless a family's settings override them."""
 
 TOKENIZER_FILES = {
     "tokenizer_config.json": '{"model_max_length": 64}',
@@ -53,12 +53,12 @@ TOKENIZER_FILES = {
 def make_checkpoint(
     folder: Path, name: str = "qwen3", *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any
 ) -> dict[str, Tensor]:
-    """One of CHECKPOINTS in `folder`, with files of a tokenizer; returns the tensors that its files hold."""
+    """Writes one of CHECKPOINTS and the files of a tokenizer to `folder`, and returns the stored tensors."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, SIZES, **changes)).to(dtype)
     for tensor_name, tensor in model.state_dict(keep_vars=True).items():
         if "e_score_correction_bias" in tensor_name:
-            tensor.data = tensor.data.float()  # which no dtype of a model changes
+            tensor.data = tensor.data.float()  # float32 in models of any dtype
         torch.nn.init.normal_(tensor)  # norms and biases too
     model.save_pretrained(folder, max_shard_size=shard)
     for file, text in TOKENIZER_FILES.items():
@@ -67,16 +67,17 @@ def make_checkpoint(
 
 
 def loads_alike(one: Path, other: Path) -> bool:
-    """Whether transformers makes equal models of both folders, bit for bit.
+    """Returns whether transformers loads bitwise equal weights from both folders.
 
-    Their outputs may differ in the last bits: where a weight lies in memory follows from where it lay in its file.
+    Compares weights, not outputs. Outputs may differ in the last bits, because the memory alignment of a weight depends
+    on its offset in its file.
     """
     first, second = (transformers.AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
+    """Returns all tensors in the safetensors files of a folder."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -101,7 +102,7 @@ WRITERS = Grid(tuple(range(8)), tp=2, pp=2, ep=2, etp=1)
 
 
 def canonical_values(architecture: Architecture, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random values of the checkpoint's tensors, by name."""
+    """Returns random values for the checkpoint's tensors, by name."""
     generator = torch.Generator().manual_seed(len(architecture.family))
     tensors = canonical_tensors(architecture)
     return {
@@ -120,7 +121,7 @@ def write_megatron(
     padded_vocab_size: int | None = None,
     leave_out: int | None = None,
 ) -> None:
-    """A checkpoint of canonical_values(architecture); `leave_out` is a writer that writes nothing."""
+    """Writes a Megatron checkpoint of canonical_values(architecture); the writer `leave_out` writes nothing."""
     values = [value.reshape(-1, value.shape[-1]) for value in canonical_values(architecture).values()]
 
     def read(box: Box) -> Tensor:
@@ -144,7 +145,7 @@ def write_megatron(
 
 
 def read_megatron(path: Path, architecture: Architecture) -> dict[str, Tensor]:
-    """The checkpoint's tensors put together, by their canonical names."""
+    """Returns the whole tensors of a Megatron checkpoint, by canonical name."""
     reader = MegatronReader(path, "--input")
     keys = GlobalTensors.stored_as(architecture, {key: shape for key, (shape, _) in reader.tensors.items()})
     tensors = canonical_tensors(architecture)
@@ -164,7 +165,7 @@ COUNTS = Counts(num_updates=7, optimizer_steps=5)
 
 
 def places(pieces: Array) -> Iterator[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """((tensor, row, column), (parameter, position)) of every element."""
+    """Yields ((tensor, row, column), (parameter, position)) of every element."""
     for piece in pieces:
         for row in range(piece["rows"]):
             for col in range(piece["cols"]):
@@ -176,7 +177,10 @@ def places(pieces: Array) -> Iterator[tuple[tuple[int, int, int], tuple[int, int
 
 
 def ranges_of(layout: Layout, rank: int, draw_cuts: Callable[[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """A rank's share of each of its parameters; replicas, which come to the same cuts, have consecutive shares."""
+    """Returns (starts, stops) of a rank's share of each of its parameters.
+
+    Replicas make the same cuts and have consecutive shares.
+    """
     index, _ = replica_of(layout, rank)
     sizes = [int(np.prod(shape)) for _, shape in layout.on(rank).parameters]
     cuts = [[0, *draw_cuts(number), size] for number, size in enumerate(sizes)]
@@ -191,7 +195,7 @@ def random_cuts(seed: int, layout: Layout, rank: int) -> Callable[[int], list[in
 
 @cache
 def whole_tensors(layout: Layout) -> list[Tensor]:
-    """As matrices of numbers that tell all elements apart."""
+    """Returns the tensors as matrices. Every element has a different value."""
     sizes = layout.tensors.matrix_shapes.prod(axis=1)
     starts = np.cumsum(sizes) - sizes
     shapes = layout.tensors.matrix_shapes.tolist()
@@ -203,7 +207,7 @@ def whole_tensors(layout: Layout) -> list[Tensor]:
 
 @cache
 def flats_of(layout: Layout, rank: int) -> list[Tensor]:
-    """The rank's flattened parameters. Not to be written to."""
+    """Returns the rank's flattened parameters. They are cached: callers must not write to them."""
     whole, on = whole_tensors(layout), layout.on(rank)
     flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in on.parameters]
     for (tensor, row, col), (parameter, position) in places(on.pieces):
@@ -212,7 +216,7 @@ def flats_of(layout: Layout, rank: int) -> list[Tensor]:
 
 
 def save(layout: Layout, folder: Path, seed: int = 0, counts: Counts = COUNTS) -> list[Path]:
-    """One file of every rank."""
+    """Writes one file per rank and returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for rank in layout.ranks:
@@ -233,7 +237,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def changed_somewhat(tensors: Mapping[str, Tensor], seed: int, share: float = 0.01) -> dict[str, Tensor]:
-    """Some elements, at least one of every second tensor, have other values."""
+    """Returns copies of the tensors with some changed elements, at least one in every second tensor."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -246,7 +250,7 @@ def changed_somewhat(tensors: Mapping[str, Tensor], seed: int, share: float = 0.
 
 
 def write_version(folder: Path, tensors: Mapping[str, Tensor], like: Path, version: str) -> Path:
-    """The whole checkpoint, with what stands beside it in `like`."""
+    """Writes the whole checkpoint with the other files of `like`, and returns its folder."""
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
     (folder / rltrain_delta_files.VERSION_FILE).write_text(rltrain_delta_files.version_text(version))
@@ -256,7 +260,7 @@ def write_version(folder: Path, tensors: Mapping[str, Tensor], like: Path, versi
 def write_delta(
     folder: Path, old: Mapping[str, Tensor], new: Mapping[str, Tensor], base: str, version: str, num_files: int = 2
 ) -> Path:
-    """What of `new` differs from `old`, over some files."""
+    """Writes the differences between `old` and `new` to `num_files` files."""
     folder.mkdir(parents=True)
     names = [*new]
     files = {}
@@ -266,13 +270,13 @@ def write_delta(
         if changed := encoded(changes_on(torch.device("cpu")), some, kept):
             path = folder / f"changes-{number}.delta"
             files[path.name] = write_changes(path, changed)
-        assert all(torch.equal(kept[name], some[name]) for name in some), "it remembers what it has written"
+        assert all(torch.equal(kept[name], some[name]) for name in some), "the writer updates its kept copy"
     (folder / rltrain_delta_files.MANIFEST).write_text(rltrain_delta_files.manifest_text(base, version, files))
     return folder
 
 
 def damage(folder: Path) -> None:
-    """One bit of a file."""
+    """Flips one bit of a delta file."""
     path = sorted(folder.glob("*.delta"))[-1]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4

@@ -1,7 +1,10 @@
-"""Jobs one after the other in the same processes, which load their libraries once: what is equal bit for bit among
-them has to be so on any processor.
+"""Runs several jobs one after the other in the same processes, to load the libraries once. Products of matrices are
+uneven here, so results that are equal bit for bit are so on any processor.
 
-torchrun tests/support/consecutive_jobs.py CONFIG JOBS: the file JOBS has a JSON list with the overrides of each job."""
+    torchrun tests/support/consecutive_jobs.py CONFIG JOBS
+
+The file JOBS has a JSON list with the overrides of each job.
+"""
 
 import dataclasses
 import json
@@ -16,7 +19,7 @@ from tests.support.uneven_products import uneven_products
 
 
 def run_apart(name: str, config: Path, overrides: list[str]) -> None:
-    """One job, whose keys in the store that all of them share are its own."""
+    """Runs one job with its own prefix of the shared store."""
 
     def join(timeout_s: float) -> World:
         world = join_world(timeout_s)

@@ -1,6 +1,6 @@
-// A stand-in for NVIDIA's libcuda.so.1 on machines without a GPU: the calls by which rltrain shares memory between
-// processes, with the types and the rules of cuda.h (12 and 13). "Device" memory is an unnamed file; its addresses are
-// none of the host's, so that whoever takes the one for the other is found out.
+// A stand-in for NVIDIA's libcuda.so.1 on machines without a GPU: rltrain's calls to share memory between processes,
+// with the types and the rules of cuda.h (12 and 13). "Device" memory is an unnamed file. Its addresses are invalid on
+// the host, so a mix-up of the two fails.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
@@ -112,7 +112,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* device, CUipcMemHandle handle, unsig
   return status;
 }
 
-// What the rest of CUDA would do: make the device's context the calling thread's, and reach the memory.
+// Replacements for the rest of CUDA: they make the device's context current in the calling thread, and access memory.
 void stand_in_make_current(void) { has_context = 1; }
 
 void* stand_in_host_address(CUdeviceptr device) {

@@ -1,4 +1,4 @@
-"""torch.cuda as far as memory that processes share needs it, on a stand-in for NVIDIA's driver: cuda_driver.c."""
+"""The parts of torch.cuda needed for shared memory, on a stand-in for NVIDIA's driver (cuda_driver.c)."""
 
 import ctypes
 import shutil
@@ -16,7 +16,10 @@ UUID = "GPU-stand-in"
 
 
 def build(folder: Path) -> Path:
-    """The library, which other names than its own find as well once it is loaded: it says that it is libcuda.so.1."""
+    """Builds the library and returns its path.
+
+    Its soname is libcuda.so.1, so once it is loaded a lookup under that name finds it too.
+    """
     library, compiler = folder / "libcuda_stand_in.so", shutil.which("cc") or shutil.which("gcc")
     assert compiler, "needs a C compiler, as rltrain itself does"
     flags = ["-shared", "-fPIC", "-Wall", "-Werror", "-O1", "-Wl,-soname,libcuda.so.1"]
@@ -25,7 +28,7 @@ def build(folder: Path) -> Path:
 
 
 def install(library: Path) -> ctypes.CDLL:
-    """From here on this process seems to have a GPU, but for its computing. For processes of a test's own."""
+    """Makes this process appear to have a GPU, except for computing on it. Only for subprocesses of a test."""
     driver = ctypes.CDLL(str(library))
     driver.stand_in_host_address.restype = ctypes.c_void_p
     as_tensor = torch.as_tensor
@@ -49,7 +52,7 @@ def install(library: Path) -> ctypes.CDLL:
 
 
 def _tensor_at(driver: ctypes.CDLL, interface: dict[str, Any]) -> Tensor:
-    """As numba's documentation of the CUDA array interface has it, for bytes."""
+    """Returns the bytes at the address of a CUDA array interface, as described in numba's documentation."""
     assert {name: interface[name] for name in ("typestr", "strides", "version")} == {
         "typestr": "|u1",
         "strides": None,

@@ -1,4 +1,4 @@
-"""Recorded steps on the CPU, and the rules of CUDA's graphs: a pool ends with its last graph."""
+"""Records and replays steps on the CPU under the rules of CUDA graphs: a memory pool ends with its last graph."""
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 READS_BACK = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 FROM_HOST = {torch.ops.aten.lift_fresh.default}
-"""A capture can neither wait for the device nor read what the host computes later."""
+"""Operators forbidden in a capture: it can neither wait for the device nor read later values of the host."""
 
 
 class Recording(TorchDispatchMode):
-    """Within it operators run and are noted. `replay` runs them again: on tensors of outside at their addresses, with
-    every number of the host as it was."""
+    """Runs and records the operators inside it. `replay` runs them again on the same outside tensors, with the recorded
+    numbers of the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Put back what was overwritten: capturing on a GPU executes nothing."""
+        """Restores the overwritten tensors. On a GPU, capturing executes nothing."""
         for tensor, before in reversed(self._overwritten):
             tensor.copy_(before)
         self._overwritten.clear()
@@ -56,7 +56,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recorder:
-    """A `Record`, and how often it and its replays were called."""
+    """A `Record` that counts the calls of itself and of its replays."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
@@ -77,11 +77,11 @@ class Recorder:
 
 
 class RuleBrokenError(AssertionError):
-    """What would hang, end the process, or go wrong on a GPU."""
+    """A step would hang, end the process, or go wrong on a GPU."""
 
 
 class Graph:
-    """In the place of torch.cuda.CUDAGraph."""
+    """Replaces torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
         self.recording = Recording()
@@ -91,7 +91,7 @@ class Graph:
 
 
 class GraphDevice:
-    """What torch.cuda has for graphs. Each graph is noted in all of `holders`, of communicators that steps use."""
+    """Replaces the graph functions of torch.cuda. Each graph is added to all of `holders`, one set per communicator."""
 
     CUDAGraph = Graph
 
@@ -120,7 +120,7 @@ class GraphDevice:
 
 
 def expect_unheld(communicator: str, holders: Sized) -> None:
-    """To be called where it is destroyed."""
+    """Raises RuleBrokenError if graphs still hold the communicator. Call this before destroying it."""
     if len(holders):
         raise RuleBrokenError(
             f"{communicator} is destroyed while {len(holders)} recorded graphs hold it: NCCL would wait until they are "

@@ -1,8 +1,9 @@
-"""Streams, events and freed memory of CUDA as orders between operations: a race is an error that names both.
+"""Finds races between CUDA streams: a race is an error with the names of both operations.
 
-Operations run on the CPU as they are issued. What would order them on a GPU is kept in vector clocks: a stream's
-operations follow each other and the host's calls that issued them, events carry a stream's clock to another stream or
-to the host. Two operations of which one writes what the other reads or writes must be ordered by these alone."""
+Operations run on the CPU as they are issued. Vector clocks keep the order that a GPU would guarantee. The operations of
+a stream follow each other and the host's calls that issued them. Events carry a stream's clock to another stream or to
+the host. If one operation writes memory used by another, these clocks must order the two.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ HOST = "host"
 
 
 class RaceError(AssertionError):
-    """Two operations that nothing orders, on a GPU."""
+    """Two operations have no order on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def region(tensor: Tensor) -> Region:
 
 @dataclass
 class Actor:
-    """The host, a stream, or a message on its way: whatever works in order."""
+    """An actor does its operations in order: the host, a stream, or a message in flight."""
 
     name: str
     clock: Clock = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Access:
 
 
 class Device:
-    """What happened on one device and its host."""
+    """All operations of one device and its host."""
 
     def __init__(self) -> None:
         self.host = Actor(HOST)
@@ -88,7 +89,7 @@ class Device:
         self._messages = count(1)
 
     def run(self, actor: Actor, what: str, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
-        """The host has `actor` do something now."""
+        """Runs an operation of `actor`, issued by the host."""
         actor.join(self.host.clock)
         tick = actor.step()
         for accesses, kind in ((reads, False), (writes, True)):
@@ -97,19 +98,19 @@ class Device:
                     self._note(Access(what, kind, where, actor.name, tick), actor.clock)
 
     def message(self, what: str, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> Actor:
-        """Something that the host starts, and that goes on beside it until the host waits for it."""
+        """Starts an operation that runs beside the host until the host waits for it."""
         actor = Actor(f"message {next(self._messages)}")
         self.run(actor, what, reads=reads, writes=writes)
         return actor
 
     def allocated(self, owner: int, num_bytes: int) -> None:
-        """Device memory for the current stream, which may have had it before, and may not be through with it."""
+        """Allocates device memory for the current stream. An earlier use on that stream may still be running."""
         self._accesses[owner] = []
         stream = self.current
         self.run(stream, f"the former use of memory that {stream.name} was given", writes=[Region(owner, 0, num_bytes)])
 
     def freed(self, owner: int, what: str, *, at_once: bool = False) -> None:
-        """Whoever asks next on the current stream may get this memory; `at_once`: its pages are taken away."""
+        """Frees memory: the current stream may reuse it next. With `at_once` its pages are unmapped."""
         keepers = set() if at_once else {self.current.name, *self.kept.pop(owner, ())}
         for access in self._accesses.pop(owner, []):
             if access.actor not in keepers and not access.is_before(self.host.clock):
@@ -126,7 +127,7 @@ class Device:
         self._accesses[new.where.owner] = [*kept, new]
 
     def install(self, monkeypatch: Any) -> None:
-        """In the place of torch.cuda."""
+        """Replaces the functions of torch.cuda."""
         device = self
         plain = {
             "Stream": lambda *_, **__: Stream(device, f"stream {len(device.streams)}"),
@@ -153,7 +154,7 @@ class Device:
 
 
 class Stream(Actor):
-    """In the place of torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     def __init__(self, device: Device, name: str) -> None:
         super().__init__(name)
@@ -176,7 +177,7 @@ class Stream(Actor):
 
 
 class Within:
-    """In the place of torch.cuda.stream(...), which can be entered many times."""
+    """Replaces torch.cuda.stream(...). It can be entered many times."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device, self._stream = device, stream
@@ -191,7 +192,7 @@ class Within:
 
 
 class Event:
-    """In the place of torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -208,8 +209,8 @@ class Event:
 
 
 class Operators(TorchDispatchMode):
-    """Within it torch's operators are operations of a device: those on `storages` of its memory run on its current
-    stream, others on the host, which also waits for copies unless they are `non_blocking`."""
+    """Makes torch's operators operations of a device. Operators on `storages` run on its current stream, all others on
+    the host. The host also waits for copies unless they are `non_blocking`."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ class Operators(TorchDispatchMode):
         self.storages: dict[int, UntypedStorage] = {}
 
     def holds(self, tensors: Iterable[Tensor]) -> None:
-        """These lie in the device's memory."""
+        """Registers tensors as device memory."""
         self.storages |= {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
     def __torch_dispatch__(

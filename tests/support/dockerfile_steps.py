@@ -1,9 +1,10 @@
-"""Runs the RUN instructions of a Dockerfile here, one after the other, as a build would in its container: with the
-repository as the working directory, as the user that this is.
+"""Runs the RUN instructions of a Dockerfile on this machine, in order, as the current user. The working directory is
+the repository.
 
     python tests/support/dockerfile_steps.py docker/cpu.Dockerfile
 
-Those that call apt-get are left out, which is said, where that is not installed or the user is not root."""
+Skips instructions with apt-get, with a message, if apt-get is not installed or the user is not root.
+"""
 
 import os
 import re
@@ -17,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def instructions(dockerfile: str) -> Iterator[tuple[str, str]]:
-    """(name, arguments) of each, without comments, lines joined."""
+    """Yields (name, arguments) of each instruction, without comments and with continued lines joined."""
     lines = [line for line in dockerfile.splitlines() if not line.lstrip().startswith("#")]
     for line in re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines():
         if line.strip():
@@ -26,13 +27,13 @@ def instructions(dockerfile: str) -> Iterator[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """The status of the first step that fails; else 0."""
+    """Returns the exit status of the first failing step, or 0."""
     can_install = shutil.which("apt-get") is not None and os.geteuid() == 0
     for name, command in instructions(Path(arguments[0]).read_text()):
         if name != "RUN":
             continue
         if "apt-get" in command and not can_install:
-            print(f"left out, for it needs root and apt-get: {command}", flush=True)
+            print(f"skipped, because it needs root and apt-get: {command}", flush=True)
             continue
         print(f"RUN {command}", flush=True)
         done = subprocess.run(["/bin/sh", "-c", command], cwd=REPOSITORY, check=False)

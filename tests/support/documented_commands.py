@@ -1,8 +1,9 @@
-"""Reads the shell commands that README.md, CONTRIBUTING.md and docs/ quote.
+"""Reads the shell commands quoted in README.md, CONTRIBUTING.md and docs/.
 
     python -m tests.support.documented_commands     # prints the first commands of the README, one a line
 
-A command is a line of a block that starts one of PROGRAMS, or is quoted whole in a sentence."""
+A command is a line of a code block that starts one of PROGRAMS, or a whole command quoted in a sentence.
+"""
 
 import re
 import shlex
@@ -15,12 +16,12 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 
 PROGRAMS = {"bash", "mkdocs", "pip", "python", "python3", "rltrain", "sbatch", "torchrun", ".venv/bin/pre-commit"}
 BEFORE = re.compile(r"^(\$ |# or: )?([A-Z_]+=\S+ )*")
-"""What a line may begin with in front of its program."""
+"""Prompt and variables allowed in front of a program."""
 
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 WHOLE = re.compile(r"--config |--checkpoint |=|^(?:python|rltrain) .*\b[A-Z]{3,}$")
-"""What a quoted command has that is to be typed; others are mentioned."""
+"""Marks a quoted command meant to be typed. Other quotes only mention a command."""
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}\S.*\n)+)")
 SHELLS = {"", "bash", "sh", "shell", "console"}
 
@@ -31,26 +32,27 @@ class Command:
     text: str
 
     def words(self) -> list[str]:
-        """Without comments, brackets around what may be left out, "...", and what stands behind ">"."""
+        """Returns the words of the command without comments, brackets of optional parts, "..." and everything after
+        ">"."""
         words = shlex.split(re.sub(r"[\[\]]|\.\.\.(?=\s|\]|$)", " ", self.text), comments=True)
         return words[: words.index(">")] if ">" in words else words
 
     @property
     def makes(self) -> str | None:
-        """The file behind ">"."""
+        """The file after ">", or None."""
         words = shlex.split(self.text, comments=True)
         return words[words.index(">") + 1] if ">" in words else None
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Those that could be for a shell."""
+    """Yields the code blocks of a page that may be for a shell."""
     text = page.read_text()
     yield from (block for language, block in FENCE.findall(text) if language in SHELLS)
     yield from (re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in INDENTED.findall(FENCE.sub("", text)))
 
 
 def program_of(line: str) -> str | None:
-    """The program that a line starts, if it is one of those that pages start."""
+    """Returns the program that a line starts, or None if it is not one of PROGRAMS."""
     first = BEFORE.sub("", line).split(" ")[0]
     return first if first in PROGRAMS else None
 
@@ -71,7 +73,7 @@ def commands_of(block: str, page: Path) -> Iterator[Command]:
 
 
 def first_commands(page: Path) -> list[str]:
-    """Returns the commands of the page's first block that has any, without their comments."""
+    """Returns the commands of the first block with commands, without their comments."""
     found = ([" ".join(command.words()) for command in commands_of(block, page)] for block in blocks(page))
     return next(filter(None, found))
 

@@ -1,4 +1,4 @@
-"""A tiny checkpoint of every model family and variant, made by transformers, with tokens and transformers' logits."""
+"""Makes a tiny checkpoint of every model family and variant with transformers, with tokens and expected logits."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.tiny_checkpoints import DYNAMIC, LINEAR, LLAMA3_ROPE, SHAPE, SHORT_YARN, VOCAB_SIZE, WINDOW
 
 CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
-"""What transformers calls the config of a language model, where it is not called as the model."""
+"""Names of the config classes of language models, if they differ from the model's name."""
 LENGTHS = (5, 31, 12, 22, 40, 9)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
@@ -165,7 +165,8 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", DELTA),
     "nemotron": ("Nemotron", {**NO_TOKENS, "tie_word_embeddings": False, "head_dim": 24}),
 }
-"""With windows, rotary embeddings, activations and biases of other kinds, and norms behind attention and MLPs."""
+"""Dense models with other windows, rotary embeddings, activations and biases, and with norms after attention and
+MLPs."""
 DENSE |= OTHER_DENSE
 SPARSE |= {
     "qwen2_moe": (
@@ -204,7 +205,7 @@ SPARSE |= {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "rotary_dim": 12,
-            # transformers before 5.18 reads this alone; published checkpoints have the line above and rotate half.
+            # transformers before 5.18 reads only this key. Published checkpoints have the key above and rotate half.
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
     ),
@@ -294,29 +295,32 @@ SPARSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_linear": ("DeepseekV3", {**SPARSE["deepseek_v3_tied"][1], "rope_parameters": LINEAR}),
 }
 VARIANTS = DENSE_VARIANTS | SPARSE_VARIANTS
-"""Of features that go the way of others, for the slow tests."""
+"""Variants with features that other checkpoints cover too, for the slow tests."""
 CHECKPOINTS = DENSE | SPARSE | VARIANTS
 QUICK_DENSE = ("llama", "llama_rope_scaling_tied", "llama_biases", "qwen3_tied", "phi4_mini", "gemma3", "qwen3_5")
 QUICK_SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next")
-"""The default suite has these where it does not have every family. Every kind of layer is among them."""
+"""Checkpoints of the default suite if a test does not run all families. Every kind of layer is among them."""
 
 
 def tiny_config(name: str, sizes: dict[str, Any], **changes: Any) -> Any:
-    """transformers' config of one of CHECKPOINTS: of `sizes` where its settings do not say otherwise."""
+    """Returns transformers' config of one of CHECKPOINTS. Its settings override `sizes`."""
     import transformers
 
     family, settings = CHECKPOINTS[name]
     wanted = {**sizes, **settings, **changes}
     if "layer_types" in wanted:
         wanted["num_hidden_layers"] = len(wanted["layer_types"])
-    if "short_factor" in wanted.get("rope_parameters", {}):  # heads of the size that the factors are for
+    if "short_factor" in wanted.get("rope_parameters", {}):  # the factors need heads of this size
         heads = wanted["hidden_size"] // LONG_HEAD_DIM
         wanted |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
     return getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**wanted)
 
 
 def make_family_checkpoint(name: str, path: Path) -> Path:
-    """A checkpoint folder in `path`, which also holds expected.safetensors: tokens and logits [tokens, vocabulary]."""
+    """Writes a checkpoint to the folder `path` and returns the folder.
+
+    Also writes expected.safetensors: `tokens` and `logits`, shape [tokens, vocabulary].
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -331,8 +335,11 @@ def make_family_checkpoint(name: str, path: Path) -> Path:
 
 
 def write_gradients(path: Path, response_mask: Tensor, model: Any | None = None, gradients: Path | None = None) -> None:
-    """`gradients`, by default `path`/gradients: a checkpoint whose tensors are the gradients of the mean negative
-    log-likelihood of response tokens, by transformers, of the checkpoint in `path`, or of `model`."""
+    """Writes gradients of the mean negative log-likelihood of response tokens as a checkpoint, computed by
+    transformers.
+
+    The model is `model`, or the checkpoint in `path`. The output folder is `gradients`, by default `path`/gradients.
+    """
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -348,13 +355,13 @@ def write_gradients(path: Path, response_mask: Tensor, model: Any | None = None,
 
 
 def model_logprobs(model: torch.nn.Module, sample: Tensor) -> Tensor:
-    """[tokens] of transformers' model, 0 at the first token."""
+    """Returns the log-probs of transformers' model, shape [tokens]. The first one is 0."""
     logprobs = model(sample[None]).logits[0, :-1].log_softmax(-1)
     return torch.nn.functional.pad(logprobs.gather(1, sample[1:, None])[:, 0], (1, 0))
 
 
 def _randomize_vectors(model: torch.nn.Module) -> None:
-    """Norms and biases begin as ones and zeros: a checkpoint with those would hide that they are not used."""
+    """Gives norms and biases random values. Ones and zeros would hide unused vectors."""
     vectors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     for name, vector in vectors:
         if (vector.dim() == 1 and not name.endswith("inv_freq")) or name.endswith("_bias"):
@@ -364,8 +371,8 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def remember(model: torch.nn.Module) -> None:
-    """Have the heads of gated delta nets keep something of their states for one to a hundred tokens: as transformers
-    makes them most forget at once."""
+    """Makes the heads of gated delta nets keep their states for one to a hundred tokens. With transformers'
+    initialization most heads forget at once."""
     for name, vector in model.named_parameters():
         if name.endswith(".A_log"):
             vector.copy_(torch.empty_like(vector).uniform_(-5, 0))

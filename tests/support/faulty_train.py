@@ -1,7 +1,9 @@
-"""launch/train.py with a fault: one rank sleeps or is killed at the beginning of a task.
+"""Runs launch/train.py with a fault: one rank sleeps or is killed at the beginning of a task.
 
-torchrun tests/support/faulty_train.py TASK STEP RANK sleep|kill FOLDER, then the arguments of launch/train.py. The
-rank leaves the file FOLDER/fault when it fails."""
+    torchrun tests/support/faulty_train.py TASK STEP RANK sleep|kill FOLDER [arguments of launch/train.py]
+
+The rank writes the file FOLDER/fault when it fails.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Generation loops of several engines, none of which has a model."""
+"""Generation loops of several engines without models."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_toke
 
 
 def prompt_groups(length_of: Callable[[int], int], num_samples: int = 2, num_slots: int = 4) -> PromptGroups:
-    """Prompts of position + 1 tokens, of row 100 + position."""
+    """Returns groups at stream positions: the prompt has position + 1 tokens, its row is 100 + position."""
 
     def group_at(position: int) -> SampleGroup:
         ids = range(position * num_samples, (position + 1) * num_samples)
@@ -42,13 +42,13 @@ def prompt_groups(length_of: Callable[[int], int], num_samples: int = 2, num_slo
 
 
 def lengths_in_waves(number: int) -> int:
-    """Of sample `number`: long-tailed, 1 to 40 tokens."""
+    """Returns the length of sample `number`: long-tailed, 1 to 40 tokens."""
     return 40 if number % 14 == 0 else 1 + number * 7 % 11
 
 
 @dataclass(kw_only=True)
 class Setting:
-    """What all engines of a test have in common: a stream of groups of which each step takes `per_step`."""
+    """The settings shared by all engines of a test. Each step takes `per_step` groups of the stream."""
 
     per_step: int = 6
     num_chunks: int = 1
@@ -59,11 +59,11 @@ class Setting:
     shared: bool = True
     num_slots: int = 4
     versions: list[int] = field(default_factory=list)
-    """Taken by `sync`, one after the other, as soon as they are there."""
+    """Policy versions, taken by `sync` one after the other as soon as they exist."""
 
     num_steps: int = 1
     ahead: int = 0
-    """Groups of the next steps that may be begun."""
+    """Number of groups of later steps that may be started."""
     max_staleness: int | None = None
 
     @property
@@ -106,7 +106,7 @@ class Setting:
         return loop
 
     def run(self, store: dist.TCPStore) -> list[list[Chunk]]:
-        """By engine, what it got of every chunk of every step."""
+        """Returns, by engine, its part of every chunk of every step."""
 
         def engine(rank: int, own: dist.Store) -> list[Chunk]:
             loop = self.loop(rank, own)

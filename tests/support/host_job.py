@@ -1,4 +1,4 @@
-"""A job over hosts that are namespaces, one torchrun agent on each, and what happens to it."""
+"""A job on several hosts (network namespaces) with one torchrun agent each, and its faults."""
 
 import json
 import os
@@ -15,13 +15,17 @@ from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.support.hosts import Hosts
 
 Fault = dict[str, Any]
-"""As in killed_train.py, with "host", by default that of the rank, and "kind": "cut" (of the host's cable), "slow" (it
-carries "mbit_per_s" from then on), "kill" or "stop" (of the rank that has come to the moment), "kill agent" or "stop
-agent" (of the host). A cut or a stop with "heals_s" is over after so many seconds. "for_good": a rank that is
-held goes on no more."""
+"""A fault as in killed_train.py, with two more keys.
+
+- "host": by default the host of the rank.
+- "kind": "cut" (the host's cable), "slow" (the cable carries "mbit_per_s" from then on), "kill" or "stop" (the rank at
+  the moment), "kill agent" or "stop agent" (of the host).
+
+A cut or a stop with "heals_s" ends after so many seconds. With "for_good" a held rank never continues.
+"""
 
 JOINS_WITHIN_S = "RLTRAIN_TEST_JOINS_WITHIN_S"
-"""Environment variable: the limit of the start, where it is not that of the product."""
+"""Environment variable: the time limit of the start in seconds, if it differs from the default."""
 
 LOOK_S = 0.005
 MESSAGE = re.compile(r"^rltrain: (.*(?:\n  .*)*)", re.MULTILINE)
@@ -33,7 +37,10 @@ def script(faults: Sequence[Fault], folder: Path) -> list[str]:
 
 
 def small_job(folder: Path, files: Path, num_hosts: int, *more: str) -> list[str]:
-    """Of a small job, whose first half of hosts trains, in `folder` with the quickstart's `files`."""
+    """Returns the arguments of a small job with its output in `folder`; the first half of the hosts trains.
+
+    `files` is the folder of the quickstart's data.
+    """
     half = num_hosts // 2
     trains = "0" if half == 1 else f"0-{half - 1}"
     draws = "1" if half == 1 else f"{half}-{num_hosts - 1}"
@@ -55,27 +62,27 @@ def small_job(folder: Path, files: Path, num_hosts: int, *more: str) -> list[str
 
 
 class HostJob:
-    """`logs` has a file for each host, and `agents` one process, in their order."""
+    """A running job. `logs` has one file per host and `agents` one process per host, in the order of hosts."""
 
     joins_within_s = 30.0
 
     def __init__(
         self, hosts: Hosts, folder: Path, arguments: Sequence[str], faults: Sequence[Fault] = (), restarts: int = 0
     ) -> None:
-        """`folder` is for this job alone."""
+        """Starts the job. `folder` must not exist yet."""
         folder.mkdir(parents=True)
         self.hosts, self.folder, self.faults = hosts, folder, faults
         self.happened: dict[int, float] = {}
-        """Number of a fault -> when, by time.monotonic."""
+        """Number of a fault -> its time by time.monotonic."""
         self.logs = [folder / f"n{number}.log" for number in hosts.numbers]
         self.agents = [self._start(number, [*script(faults, folder), *arguments], restarts) for number in hosts.numbers]
         self.ended: dict[int, float] = {}
-        """Host -> when no process of it ran any more, by time.monotonic. One that is stopped does not run."""
+        """Host -> time by time.monotonic when its last process ended. A stopped process counts as ended."""
         self._to_do: list[tuple[float, Callable[[], None]]] = []
 
     def run(self, limit_s: float) -> None:
-        """Do the faults when their moments come, and return once everything has ended, or `limit_s` after the last one
-        or the begin."""
+        """Causes the faults when their moments come. Returns once everything has ended, or `limit_s` after the start or
+        the last fault."""
         latest = time.monotonic()
         while time.monotonic() < latest + limit_s and len(self.ended) < len(self.agents):
             if (number := len(self.happened)) < len(self.faults) and (self.folder / f"kill_{number}").exists():
@@ -93,12 +100,12 @@ class HostJob:
         return [agent.poll() for agent in self.agents]
 
     def left(self) -> dict[int, set[int]]:
-        """Host -> processes that still run there: none of those that a fault has stopped."""
+        """Returns host -> processes still running there, without those stopped by a fault."""
         found = {number: self.hosts.processes(number) for number in self.hosts.numbers}
         return {number: running for number, pids in found.items() if (running := {p for p in pids if _runs(p)})}
 
     def close(self) -> None:
-        """Nothing runs on its hosts any more, and all cables are in."""
+        """Kills all processes on the hosts and connects all cables again."""
         for number in self.hosts.numbers:
             for process in self.hosts.processes(number):
                 _signal(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Network namespaces that stand for hosts: each has an address and a name of its own, and a cable that can be cut."""
+"""Network namespaces as hosts: each has its own address and name, and a cable that can be cut."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ NETWORK = "10.77.0"
 
 
 def obstacle() -> str | None:
-    """Why there can be none here; None where there can."""
+    """Returns why network namespaces cannot be created here, or None if they can."""
     if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
         return f"{', '.join(missing)} not installed (Debian: iproute2, util-linux)"
     tried = subprocess.run(
@@ -24,10 +24,10 @@ def obstacle() -> str | None:
 
 
 class Hosts:
-    """Hosts 1 to `num_hosts`, called n1, n2, ..., at a switch, which is host 0 and called controller."""
+    """Hosts 1 to `num_hosts`, named n1, n2, ..., at a switch. The switch is host 0, named controller."""
 
     def __init__(self, folder: Path, num_hosts: int) -> None:
-        """`folder` gets the file that names them."""
+        """Writes the file of host names to `folder`."""
         self.numbers = range(1, num_hosts + 1)
         self.names_file = folder / "hosts"
         self._mark = f"rltrain-{os.getpid()}-{id(self):x}"
@@ -54,17 +54,21 @@ class Hosts:
         return f"{NETWORK}.{10 + number}" if number else f"{NETWORK}.1"
 
     def inside(self, number: int) -> list[str]:
-        """The beginning of a command that runs in the network of host `number`."""
+        """Returns the beginning of a command that runs in the network of host `number`."""
         return ["ip", "netns", "exec", self._namespace(number)]
 
     def on(self, number: int) -> list[str]:
-        """The beginning of a command that runs on host `number`, by its name, with a /dev/shm of its own. When its
-        first process is killed so are all others."""
+        """Returns the beginning of a command that runs on host `number`, with its host name and its own /dev/shm.
+
+        If its first process is killed, all others are killed too.
+        """
         return self._named(number, "--pid", "--fork", "--kill-child", "--mount-proc")
 
     def namespaces(self, number: int) -> str:
-        """What tests/forked is to be told in the variable NAMESPACES, for processes on host `number` that are forked.
-        Numbers of processes are those of this machine."""
+        """Returns the value of the variable NAMESPACES of tests/forked, for forked processes on host `number`.
+
+        Process ids are those of this machine.
+        """
         if number not in self._keepers:
             command = [*self._named(number), "sh", "-c", "echo; exec sleep infinity"]
             keeper = self._keepers[number] = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -72,7 +76,7 @@ class Hosts:
         return f"/proc/{self._keepers[number].pid}/ns"
 
     def processes(self, number: int) -> set[int]:
-        """Those that run on host `number`."""
+        """Returns the ids of the processes that run on host `number`."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self._namespace(number)], capture_output=True, text=True, check=True
         )
@@ -81,15 +85,15 @@ class Hosts:
         return found - {keeper.pid} if keeper else found
 
     def cut(self, number: int) -> None:
-        """Take the cable of host `number` out: nobody is told."""
+        """Disconnects the cable of host `number`. The connections get no notice of it."""
         _ip("-n", self._namespace(0), "link", "set", f"to-n{number}", "down")
 
     def mend(self, number: int) -> None:
-        """Put the cable of host `number` in again."""
+        """Connects the cable of host `number` again."""
         _ip("-n", self._namespace(0), "link", "set", f"to-n{number}", "up")
 
     def limit(self, number: int, mbit_per_s: float) -> None:
-        """From now on the cable of host `number` carries no more than that in either direction."""
+        """Limits the cable of host `number` to so many Mbit/s in each direction."""
         shape = ("root", "tbf", "rate", f"{mbit_per_s:g}mbit", "burst", "32kb", "latency", "400ms")
         for namespace, device in self._ends(number):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
@@ -99,7 +103,7 @@ class Hosts:
             _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
 
     def _ends(self, number: int) -> list[tuple[str, str]]:
-        """Of a host's cable: namespace and device."""
+        """Returns (namespace, device) of both ends of a host's cable."""
         return [(self._namespace(0), f"to-n{number}"), (self._namespace(number), "eth0")]
 
     def _named(self, number: int, *more: str) -> list[str]:

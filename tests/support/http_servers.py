@@ -1,4 +1,4 @@
-"""Servers at URLs that speak SGLang's and vLLM's protocols, with weights from files and broadcasts."""
+"""Servers at URLs that speak SGLang's and vLLM's protocols and take weights from files and broadcasts."""
 
 import asyncio
 import json
@@ -25,8 +25,10 @@ LIMIT = timedelta(seconds=30)
 
 
 class StandInBroadcasts:
-    """`received` is what the last update brought, or brings. `dies_in`, `hangs_in`: the part, counted from 1, in which
-    the server ends, or takes no broadcast."""
+    """The broadcast routes of a server. `received` has the tensors of the last or current update.
+
+    In part `dies_in`, counted from 1, the server ends; in part `hangs_in` it does not take the broadcast.
+    """
 
     def __init__(self, server: "StandInServer") -> None:
         self.server = server
@@ -35,7 +37,7 @@ class StandInBroadcasts:
         self.start()
 
     def start(self) -> None:
-        """As a new process has it."""
+        """Resets the state to that of a new process."""
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.is_open = False
         self.dies_in = self.hangs_in = 0
@@ -124,18 +126,22 @@ STARTED_WITH = "default"
 LIMIT_S = 60.0
 SIZES = ("tp_size", "pp_size", "dp_size")
 ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info")
-"""By GET."""
+"""Paths of GET requests."""
 
 
 def version_of(label: str) -> int:
-    """Labels end with the policy version; a server that nobody gave weights draws by those of 99."""
+    """Returns the policy version at the end of a label, or 99 for a server that has received no weights."""
     return 99 if label == STARTED_WITH else int(label.rsplit(".", 1)[1])
 
 
 class StandInServer:
-    """In a thread of this process. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
-    is answered with 429. `takes_weights`: whether it has the routes for that, `takes_deltas`: whether it says so. What
-    it broke of the rules of its kind is in `broken`. `certificate`: files of one and its key, for TLS.
+    """A server in a thread of this process.
+
+    - `pace_s` is the time of a decode step.
+    - `most` bounds the number of running requests. Further ones are answered with status 429.
+    - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
+    - `broken` lists violations of the protocol.
+    - `certificate`: files of a certificate and its key, for TLS.
     """
 
     def __init__(
@@ -152,15 +158,15 @@ class StandInServer:
         holds_batch_s: float = 0.0,
     ) -> None:
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
-        """How long vLLM's load of a folder takes, and how long SGLang's scheduler holds the last batch."""
+        """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
         self.holds_batch_until = 0.0
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
         self.folders: list[str] = []
-        """That it was given weights from."""
+        """Folders of the received weights."""
         self.versions_drawn: list[int] = []
-        """Of every request's first token."""
+        """Policy version at the first token of each request."""
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = self.is_updating = False
         self.broken: list[str] = []
@@ -172,7 +178,7 @@ class StandInServer:
         return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Anew, at the same address and with the weights that it has on its own."""
+        """Starts the server again at the same address, with its own weights."""
         self.num_starts += 1
         self.label, self.num_running = STARTED_WITH, 0
         self.hangs = self.is_paused = self.is_updating = False
@@ -191,12 +197,12 @@ class StandInServer:
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
 
     def die(self) -> None:
-        """Cut all connections."""
+        """Closes all connections and waits for the end of the server."""
         self.end()
         self._thread.join(LIMIT_S)
 
     def end(self) -> None:
-        """As `die`, not waiting for it."""
+        """Ends the server without waiting."""
         self._server.force_exit = self._server.should_exit = True
 
     def _app(self) -> Starlette:
@@ -266,7 +272,7 @@ class StandInServer:
         return JSONResponse({"success": True})
 
     async def flush(self, timeout_s: float) -> Response:
-        """As SGLang: waits so long for the scheduler to be idle."""
+        """Waits up to `timeout_s` for an idle scheduler, as SGLang does."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < self.holds_batch_until:
             if time.monotonic() > deadline:
@@ -358,7 +364,7 @@ class StandInServer:
     async def _draw(
         self, prompt: list[int], ends: list[int], most: int, rid: str
     ) -> AsyncIterator[tuple[int, str | None]]:
-        """(token, why it is the last one); token -1: none."""
+        """Yields (token, reason for finishing or None). Token -1 means no token."""
         context, starts = [*prompt], self.num_starts
         self.num_running += 1
         try:

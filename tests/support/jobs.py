@@ -1,4 +1,4 @@
-"""Whole jobs by the command that a user starts, in forked processes."""
+"""Runs whole jobs with the user's command, in forked processes."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.forked.popen import run as run
 
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
 SHORT = ("data.eval=null", "data.train.max_rows=1024", "checkpoint.save_hf=false")
-"""Of jobs that need not learn: they read few rows, evaluate nothing and export nothing."""
+"""Overrides for jobs that need not learn: few rows, no evaluation, no export."""
 
 
 def torchrun(num_ranks: int) -> list[str]:
@@ -20,14 +20,14 @@ def torchrun(num_ranks: int) -> list[str]:
 
 
 def succeed(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs a command that must succeed."""
+    """Runs a command and asserts success."""
     done = run(command, timeout_s)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done
 
 
 def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 600) -> list[dict[str, Any]]:
-    """torchrun launch/train.py, which must succeed; the records of its metrics.jsonl."""
+    """Runs torchrun launch/train.py, asserts success, and returns the records of its metrics.jsonl."""
     done = try_to_train(config, *overrides, num_ranks=num_ranks, timeout_s=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     output_dir = next(o.removeprefix("output_dir=") for o in overrides if o.startswith("output_dir="))
@@ -37,8 +37,10 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
 def train_in_turn(
     config: str | Path, jobs: Mapping[str, Sequence[str]], folder: Path, num_ranks: int, timeout_s: float = 300
 ) -> str:
-    """Runs jobs by their overrides one after the other in the same processes, each into a folder of its name, unless it
-    says another one; they must all succeed. Returns what they said."""
+    """Runs jobs, given by their overrides, one after the other in the same processes, and returns their stderr.
+
+    The output of a job goes to a folder of its name unless an override gives another one. All jobs must succeed.
+    """
     overrides = [[f"output_dir={folder / name}", *of_job] for name, of_job in jobs.items()]
     (folder / "jobs.json").write_text(json.dumps(overrides))
     script = ["tests/support/consecutive_jobs.py", str(config), str(folder / "jobs.json")]
@@ -48,28 +50,27 @@ def train_in_turn(
 def train_each(
     config: str | Path, jobs: Mapping[str, Sequence[str]], folder: Path, num_ranks: int, timeout_s: float = 300
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the metrics of each of the jobs of `train_in_turn`."""
+    """Returns the metrics of each job of `train_in_turn`."""
     train_in_turn(config, jobs, folder, num_ranks, timeout_s)
     return {name: read_records(folder / name) for name in jobs}
 
 
 def read_records(output: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl."""
+    """Returns the records of metrics.jsonl."""
     return read_lines(output / "metrics.jsonl")
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def of_kinds(record: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
-    """Returns the metrics whose names begin with one of these words."""
+    """Returns the metrics whose first part of the name is one of `kinds`."""
     return {name: value for name, value in record.items() if name.split("/")[0] in kinds}
 
 
 def learnt(records: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
-    """Returns what each step reported of training and generation, or of other `kinds`, without times and memory."""
+    """Returns each step's metrics of training and generation, or of other `kinds`, without times and memory."""
     return [found for record in records if (found := of_kinds(record, *(kinds or ("train", "critic", "rollout"))))]
 
 
@@ -81,7 +82,7 @@ def try_to_train(
     restarts: int = 0,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """torchrun launch/train.py, whatever comes of it; `environment` is added to this process's."""
+    """Runs torchrun launch/train.py and returns its result. `environment` is added to the variables of this process."""
     program = [f"--max-restarts={restarts}", "launch/train.py", "--config", str(config), *overrides]
     command = [*torchrun(num_ranks), *program]
     return run(command, timeout_s, environment=environment)
@@ -97,11 +98,11 @@ def column(records: list[dict[str, Any]], name: str) -> list[float]:
 
 
 Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
-"""Metrics and ids of the samples trained on, by step."""
+"""Metrics, and ids of the trained samples, by step."""
 
 
 def reported(output: Path) -> Run:
-    """Returns what a job reported of its steps that says neither how long something took nor how much memory."""
+    """Returns the metrics of a job by step, without times and memory, and its sample ids."""
     values: dict[int, dict[str, float]] = {}
     for record in read_records(output):
         of_step = values.setdefault(record["step"], {})
@@ -112,7 +113,7 @@ def reported(output: Path) -> Run:
 
 
 def sample_ids(output: Path, folder: str = "sample_ids") -> dict[int, list[int]]:
-    """The ids of the samples that each step trained on, or that another folder tells of."""
+    """Returns the ids of the samples of each step, by default of the trained ones."""
     ids: dict[int, list[int]] = {}
     for path in sorted((output / folder).glob("rank*.jsonl")):
         for record in read_lines(path):

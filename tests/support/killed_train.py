@@ -1,12 +1,18 @@
-"""launch/train.py under torchrun --max-restarts, to which one fault after the other happens.
+"""Runs launch/train.py under torchrun --max-restarts, with one fault after the other.
 
-torchrun --max-restarts N tests/support/killed_train.py FAULTS FOLDER, then the arguments of launch/train.py. FAULTS
-is a JSON list of {"moment", "step", "rank", "delay_s"}, in the order in which they are to come. A moment is a task of
-the order, "write" (of a rank's files of a checkpoint, by its thread), "complete" (of a checkpoint, by the actor's
-leader), or one of the start, with step 0: "join" (before the ranks meet), "connect" (before process groups are made),
-"build" (of the roles). `delay_s` after the rank has begun that, or at the end of it, it leaves FOLDER/kill_<n>, and
-dies. With "told": true it leaves the number of its process there and lives: what happens then is up to whoever looks
-for the file. With "held": true it does not begin before FOLDER/done_<n> is there."""
+    torchrun --max-restarts N tests/support/killed_train.py FAULTS FOLDER [arguments of launch/train.py]
+
+FAULTS is a JSON list of {"moment", "step", "rank", "delay_s"} in the order of the faults. A moment is one of these:
+
+- a task of the order
+- "write": the thread of a rank writes its files of a checkpoint
+- "complete": the actor's leader completes a checkpoint
+- "join" (before the ranks meet), "connect" (before process groups are made) or "build" (of the roles), with step 0
+
+The rank writes FOLDER/kill_<n> and dies, `delay_s` after the beginning of the moment or at its end. With "told": true
+it writes its process id there and lives: the reader of the file decides about the fault. With "held": true it waits for
+FOLDER/done_<n> before it begins.
+"""
 
 import json
 import os
@@ -30,14 +36,14 @@ LOOK_S, HELD_AT_MOST_S = 0.002, 60.0
 
 
 class Faults:
-    """The next one is the first without a file: of any attempt, whatever restarts torchrun has counted."""
+    """The faults of a rank. The next fault is the first without a file, even after restarts by torchrun."""
 
     def __init__(self, faults: Sequence[dict[str, Any]], rank: int, folder: Path) -> None:
         self.faults, self.rank, self.folder = faults, rank, folder
         self._marking = threading.Lock()
 
     def during(self, moment: str, step: int, call: Callable[[], Any]) -> Any:
-        """`call`, in which the next fault happens if this is its moment."""
+        """Runs `call` and causes the next fault during it if this is its moment."""
         number = next((i for i in range(len(self.faults)) if not self._mark(i).exists()), None)
         if number is None:
             return call()

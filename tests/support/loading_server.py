@@ -1,5 +1,5 @@
-"""Plays an SGLang server that is asked to update weights: its sessions, its unpickler, and rltrain's weight loader on a
-torch module per tensor-parallel rank."""
+"""Simulates weight updates of an SGLang server: its sessions, its unpickler, and rltrain's weight loader on one torch
+module per tensor-parallel rank."""
 
 import base64
 import io
@@ -16,11 +16,11 @@ from rltrain.rollout.servers.sglang_weights import LOADER, fields_of
 from tests.support.sglang_server import Refused, ServerRules
 
 NOISE = -5.0
-"""What a server that has read no checkpoint has for weights."""
+"""Value of all weights in a server that has read no checkpoint."""
 
 
 class OnlyTensor(pickle.Unpickler):
-    """As SGLang's, and stricter: torch.Tensor is the one name that may occur."""
+    """An unpickler like SGLang's, but stricter: it allows no name except torch.Tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("torch", "Tensor"):
@@ -33,7 +33,7 @@ def unpickled(text: str) -> list[tuple[str, Tensor]]:
 
 
 class Model(torch.nn.Module):
-    """Parameters by their dotted names, full of noise; counts its post-load steps."""
+    """A module with parameters by dotted names, filled with NOISE. Counts its post-load steps."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -62,8 +62,11 @@ def model_of(layout: Layout, rank: int) -> Model:
 
 
 class LoadingServer:
-    """`call` is a Delivery's. `dies_at` is the number of the call that it does not survive, from 0. `before_load` is
-    called with every load message before the loader is."""
+    """A simulated server. `call` has the signature of a Delivery's.
+
+    The server dies in the call with number `dies_at`, counted from 0. `before_load` is called with every load message,
+    before the loader.
+    """
 
     def __init__(self, *models: Model, dies_at: int | None = None) -> None:
         self.models = models
@@ -90,7 +93,7 @@ class LoadingServer:
         self.calls.append(path)
         if self.dies_at is not None and number >= self.dies_at:
             if number == self.dies_at and path == "/update_weights_from_tensor" and body is not None:
-                self._load(body, self.models[:1])  # it gets as far as its first rank
+                self._load(body, self.models[:1])  # only its first rank loads the part
             raise ConnectionResetError("connection reset by peer")
         if path == "/model_info":
             assert body is None
@@ -115,7 +118,7 @@ class LoadingServer:
         self.rules.end_update(is_idle=True)
 
     def load(self, body: dict[str, Any]) -> None:
-        """What SGLang's schedulers do with a message of weights."""
+        """Handles a message of weights as SGLang's schedulers do."""
         assert body["load_format"] == LOADER and body["flush_cache"] is False and body["selector"] == "target"
         self._load(body, self.models)
 

@@ -1,4 +1,4 @@
-"""Which cases are slow, and which folders are collected."""
+"""Marks slow cases and decides about collected folders."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(cases: Iterable[object], *quick: object) -> list[object]:
-    """Cases of which some alone belong to the default suite; a tuple is several arguments."""
+    """Returns the cases and marks them slow, except `quick`. A tuple is several arguments."""
     return [case if case in quick else pytest.param(*_arguments(case), marks=pytest.mark.slow) for case in cases]
 
 
@@ -16,6 +16,6 @@ def _arguments(case: object) -> tuple[object, ...]:
 
 
 def is_asked_for(folder: Path, config: pytest.Config) -> bool:
-    """Whether pytest was given `folder`, or something in it."""
+    """Returns whether pytest was called with `folder` or something in it."""
     named = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
     return any(folder in (path, *path.parents) for path in named)

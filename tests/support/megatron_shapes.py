@@ -1,11 +1,22 @@
-"""Names and shapes of the parameters of real megatron-core models, on every rank of a grid, without any communication.
+"""Finds names and shapes of the parameters of real megatron-core models, on every rank of a grid, without
+communication.
 
-Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
-"grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}, "latent_norm_eps": [of fused
-norms], "context_parallel": [[ranks, how] of each attention], "whole": [names of matrices that are no shards],
-"adapters": {name: shape}, "misfits": [weights that do not fit their adapters], "added": [on one rank, by how much what
-each layer's adapters add is not what it should be]}. Models have the local implementation, and where PYTHONPATH has the
-stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that, with adapters."""
+    python megatron_shapes.py CASES.json RESULTS.json
+
+A case is {"family" or "variant", "architecture", "ranks", "grid"}. Its result by rank has these keys:
+
+- "parameters": {name: shape}
+- "layers": {name: number}
+- "latent_norm_eps": [eps of each fused norm]
+- "context_parallel": [[ranks, method] of each attention]
+- "whole": [names of unsharded matrices]
+- "adapters": {name: shape}
+- "misfits": [weights that do not fit their adapters]
+- "added": on one rank, [error of the adapters' contribution in each layer]
+
+Models use the local implementation. With the stand-in for Transformer Engine on PYTHONPATH they use rltrain's modules
+of Transformer Engine with adapters; the real one needs a GPU.
+"""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 import json
@@ -68,7 +79,7 @@ def config_of(a: Architecture, grid: Grid) -> TransformerConfig:
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
     }
-    if HAVE_TE:  # as on a GPU, but for where parameters are made
+    if HAVE_TE:  # as on a GPU, except for the place of parameters
         values |= {"use_cpu_initialization": False, "init_model_with_meta_device": True}
         values |= {"context_parallel_size": grid.cp, "cp_comm_type": RING}
     if grid.layers_per_stage is not None:
@@ -124,13 +135,14 @@ def spec_of(a: Architecture, config: TransformerConfig, vp_stage: int | None, st
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=stage
     )
-    for layer in spec.layer_specs:  # it has no parameters, and the local one does not know latent attention
+    for layer in spec.layer_specs:  # the local one lacks latent attention; it has no parameters
         layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return spec
 
 
 def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
-    """This rank's parameters, with the router's bias, which Megatron keeps as a buffer, and its layers' numbers."""
+    """Returns this rank's parameters and the numbers of its layers. The router's bias is a buffer in Megatron, and
+    included."""
     stage = grid.coordinates(dist.get_rank()).pp
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(grid.pp)
@@ -186,7 +198,7 @@ def with_adapters(
 ) -> dict[str, Any]:
     layout = megatron_layout(a.adapted(LORA.rank, None), grid, transformer_engine=True)
     computes = len(grid.ranks) == 1
-    if computes:  # adapters have their row indices where the model has its memory
+    if computes:  # adapters put row indices on the model's device
         chunks[0].to_empty(device="cpu")
     adapters = Adapters(chunks, layout, dist.get_rank(), LORA, collection, sequence_parallel=False)
     fits = {
@@ -201,7 +213,7 @@ def with_adapters(
 
 @torch.no_grad()
 def _differences_of_layers(chunk: GPTModel, adapters: Adapters) -> list[float]:
-    """From what the merged weight gives, of each layer with adapters."""
+    """Returns the difference from the result of the merged weight, for each layer with adapters."""
     torch.manual_seed(0)
     for parameter in chunk.parameters():
         parameter.normal_()
@@ -225,11 +237,9 @@ def _differences_of_layers(chunk: GPTModel, adapters: Adapters) -> list[float]:
 
 def main(cases: Path, results: Path) -> None:
     adapt_to_platform()
-    if HAVE_TE:  # in the place of a CUDA stream
+    if HAVE_TE:  # instead of a CUDA stream
         TEDotProductAttention.cp_stream = object()
-    multi_latent_attention.HAVE_TE = (
-        HAVE_TE  # it takes megatron-core's wrappers, which do import, for Transformer Engine
-    )
+    multi_latent_attention.HAVE_TE = HAVE_TE  # it mistakes megatron-core's importable wrappers for Transformer Engine
     initialize_rng_tracker(inference_rng_tracker=True)
     found = []
     for case in json.loads(cases.read_text()):

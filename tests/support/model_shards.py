@@ -1,6 +1,7 @@
-"""What each rank must hold, written out by formula on whole tensors: the oracle for layouts and reshards.
+"""The expected shard of each rank, computed by formula from whole tensors: the oracle for layouts and reshards.
 
-Nothing here uses rltrain's layouts, plans or family tables."""
+Nothing here uses rltrain's layouts, plans or family tables.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -34,13 +35,13 @@ POST_NORMS = {
     "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
-"""Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
+"""Families with norms after attention and MLP: names of the norms after attention, before the MLP, and after it."""
 BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss", "gpt_oss")
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families with gated delta nets, in every layer but each second one here."""
+"""Families with gated delta nets. Here every second layer has full attention."""
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2", "hy_v3", *DELTA)
 OF_MIXTRAL = ("mixtral", "minimax_m2")
-"""Families that call experts as Mixtral does."""
+"""Families with Mixtral's names of experts."""
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
 
 
@@ -87,11 +88,11 @@ VARIANTS = {
     "mistral": tiny_architecture("mistral", num_layers=4),
     "moonlight": tiny_architecture("deepseek_v3", mla=replace(LATENT, q_rank=None), num_layers=4),
 }
-"""Architectures that share a family with another one, or a table."""
+"""Architectures that share a family or a table with another one."""
 
 
 def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Of projections and norms, without biases."""
+    """Returns the shapes of projections and norms, without biases."""
     hidden = a.hidden_size
     if a.mla is None:
         heads = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads}
@@ -124,7 +125,7 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Tensors of a gated delta net, with the end of their names."""
+    """Returns the shapes of a gated delta net's tensors, by the end of their names."""
     d, hidden = a.delta, a.hidden_size
     assert d
     queries, values = d.num_key_heads * d.key_dim, d.num_heads * d.value_dim
@@ -141,7 +142,7 @@ def delta_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer of the checkpoint, without the layer's prefix."""
+    """Returns the shapes of a layer's tensors in the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
     interleaved = sparse and a.family == "gpt_oss"
     shapes = ({} if delta else attention_shapes(a)) | ({} if interleaved else mlp_shapes(a, sparse))
@@ -173,7 +174,7 @@ def layer_shapes(a: Architecture, sparse: bool, delta: bool) -> dict[str, tuple[
 
 
 def interleaved_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Of gpt-oss's router and experts, all of whose matrices lie in one tensor."""
+    """Returns the shapes of gpt-oss's router and experts. One tensor has the matrices of all experts."""
     assert a.moe
     count, units, hidden = a.moe.num_experts, a.moe.ffn_hidden_size, a.hidden_size
     return {
@@ -187,7 +188,7 @@ def interleaved_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
-    """Of the MLP, or of the router and all experts; without ".weight"."""
+    """Returns the shapes of the MLP, or of the router and all experts, without ".weight"."""
     hidden, shapes, mlps = a.hidden_size, {}, {"mlp": a.ffn_hidden_size}
     if sparse:
         assert a.moe
@@ -214,7 +215,7 @@ IN_ENGINE = {
     "mlp.shared_mlp.gate_up_proj.weight": "mlp.shared_experts.gate_up_proj.weight",
     "mlp.shared_mlp.down_proj.weight": "mlp.shared_experts.down_proj.weight",
 }
-"""Names of Hy3's files that are not the engine's."""
+"""Names in Hy3's files -> different names in the engine."""
 
 
 def router(a: Architecture) -> str:
@@ -250,7 +251,7 @@ def is_delta(a: Architecture, layer: int) -> bool:
 
 
 def full_tensors(a: Architecture) -> Tensors:
-    """A checkpoint in which every element differs from every other (up to 2**24 of them)."""
+    """Returns a checkpoint in which all elements differ (up to 2**24 of them)."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for i in range(a.num_layers):
         of_layer = layer_shapes(a, is_sparse(a, i), is_delta(a, i))
@@ -267,7 +268,7 @@ def full_tensors(a: Architecture) -> Tensors:
         size = int(np.prod(shape))
         tensors[name] = np.arange(start, start + size, dtype=np.float32).reshape(shape)
         start += size
-    assert start < 2**24, "float32 counts no further"
+    assert start < 2**24, "float32 has no larger consecutive integers"
     return tensors
 
 
@@ -276,11 +277,11 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **GATE_UP},
     "glm4": GATE_UP,
 }
-"""Projections that a family's files hold one below the other."""
+"""Projections stacked in one tensor of a family's files."""
 
 
 def in_sections(a: Architecture, full: Tensors) -> Tensors:
-    """`full` with a tensor for each projection."""
+    """Returns `full` with one tensor per projection."""
     if a.family not in FUSED:
         return full
     rows = {"q_proj": a.query_size, "k_proj": a.kv_size, "v_proj": a.kv_size}
@@ -307,7 +308,7 @@ def heads_of(tensor: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def megatron_qkv(a: Architecture, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Per KV group: its query heads, the gates of those, its key head, its value head."""
+    """Returns the fused rows, per KV group: its query heads, their gates, its key head, its value head."""
     grouped = heads_of(q, a.head_dim).reshape(a.num_kv_heads, -1, a.head_dim, *q.shape[1:])
     if a.gated_attention:
         grouped = np.concatenate([grouped[:, ::2], grouped[:, 1::2]], axis=1)
@@ -319,8 +320,10 @@ def megatron_qkv(a: Architecture, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
 
 
 def delta_shard(a: Architecture, full: Tensors, net: str, tp: int, rank: int) -> Tensors:
-    """A rank's share of a gated delta net, by the ends of its parameters' names: some key heads with what belongs to
-    them of queries, keys, values, gates, weights and decays, one kind below the other."""
+    """Returns a rank's share of a gated delta net, by the ends of its parameters' names.
+
+    The share has some key heads with their queries, keys, values, gates, weights and decays, one kind below the other.
+    """
     d, hidden = a.delta, a.hidden_size
     assert d
     shared, own = d.num_heads // d.num_key_heads, slice(*(d.num_key_heads * (rank + i) // tp for i in range(2)))
@@ -347,8 +350,11 @@ def delta_shard(a: Architecture, full: Tensors, net: str, tp: int, rank: int) ->
 
 @dataclass(frozen=True)
 class Place:
-    """Of a Megatron rank, or with `tp`, `ep` and `etp` of an engine's. `ep_rank` holds whole experts of its own, each
-    cut over `etp` ranks (None: as tp). `layers_per_stage` goes by depth: [0, pp) of the first chunks, and so on."""
+    """The place of a Megatron rank, or with `tp`, `ep` and `etp` of an engine's rank.
+
+    `ep_rank` holds its own whole experts, each cut over `etp` ranks (None: as tp). `layers_per_stage` goes by depth:
+    [0, pp) of the first chunks, and so on.
+    """
 
     tp: int = 1
     tp_rank: int = 0
@@ -364,7 +370,7 @@ class Place:
 
     @property
     def expert_tp(self) -> tuple[int, int]:
-        """(ranks over which an expert is cut, place among them)."""
+        """(Number of ranks that share an expert, place among them)."""
         if self.etp is None:
             return self.tp, self.tp_rank
         assert self.etp_rank is not None
@@ -415,7 +421,7 @@ def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple:
 
 
 def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) -> Tensors:
-    """The rank's share of one layer, without the layer's prefix."""
+    """Returns the rank's share of one layer, without the layer's prefix."""
     tp, rank, te = place.tp, place.tp_rank, place.transformer_engine
     hf = f"model.layers.{number}"
     sparse = is_sparse(a, number)
@@ -444,7 +450,7 @@ def megatron_delta(a: Architecture, full: Tensors, hf: str, place: Place) -> Ten
 
 
 def megatron_attention(a: Architecture, full: Tensors, hf: str, place: Place) -> Tensors:
-    """Of a layer, but for the norm before it."""
+    """Returns the attention tensors of a layer, without the norm before it."""
     tp, rank = place.tp, place.tp_rank
     shard = {"self_attention.linear_proj.weight": np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]}
     if a.mla:
@@ -465,7 +471,6 @@ def megatron_attention(a: Architecture, full: Tensors, hf: str, place: Place) ->
 
 
 def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool, fused_mlp: bool) -> Tensors:
-    """Of attention and the MLP."""
     input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp else "pre_mlp_layernorm.weight"
     behind_attention, before_mlp, behind_mlp = POST_NORMS.get(a.family, ("", "post_attention_layernorm", ""))
@@ -480,7 +485,7 @@ def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool
 
 
 def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> Tensors:
-    """The router, the shared experts and those of the rank."""
+    """Returns the router, the shared experts and the rank's own experts."""
     tp, rank, te, names = place.tp, place.tp_rank, place.transformer_engine, mlp_names(a, sparse=True)
     block = f"{hf}.{moe_block(a)}"
     shard = {"mlp.router.weight": full[f"{hf}.{router(a)}.weight"]}
@@ -501,8 +506,10 @@ def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> T
 
 
 def interleaved_experts(full: Tensors, experts: str, place: Place) -> Tensors:
-    """[experts of the rank, ...] of gpt-oss's tensors: gates with what they gate, and the units that these make, shared
-    out; biases of what is summed on every rank."""
+    """Returns the rank's share of gpt-oss's expert tensors, shape [experts of the rank, ...].
+
+    Gates stay with their values, and units are divided among the ranks. Biases of summed outputs are on every rank.
+    """
     tp, rank = place.expert_tp
     cuts = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
     found = {name: np.split(full[f"{experts}.{name}"], tp, axis=axis)[rank] for name, axis in cuts.items()}
@@ -542,7 +549,7 @@ def megatron_latent_attention(mla: MLA, full: Tensors, attention: str, place: Pl
 
 
 def engine_heads(tensor: np.ndarray, head_dim: int, tp: int, rank: int) -> np.ndarray:
-    """The rank's share of a projection's heads; ranks beyond the number of heads repeat them."""
+    """Returns the rank's share of a projection's heads. Ranks beyond the number of heads repeat them."""
     heads = heads_of(tensor, head_dim)
     repeated = np.repeat(heads, max(1, tp // len(heads)), axis=0)
     return np.concatenate(np.split(repeated, tp)[rank])
@@ -563,7 +570,7 @@ def engine_shard(a: Architecture, full: Tensors, place: Place) -> Tensors:
 
 
 def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> Tensors:
-    """The rank's share of one layer. `full` and the result lack the layer's prefix."""
+    """Returns the rank's share of one layer. `full` and the result lack the layer's prefix."""
     sparse = is_sparse(a, number)
     whole = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     whole += [f"{norm}.weight" for norm in POST_NORMS.get(a.family, ())]
@@ -581,7 +588,7 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
 
 
 def engine_attention(a: Architecture, full: Tensors, place: Place) -> Tensors:
-    """Of a layer, but for the norm before it."""
+    """Returns the attention tensors of a layer, without the norm before it."""
     tp, rank = place.tp, place.tp_rank
     whole = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
     shard: Tensors = {}
@@ -627,7 +634,7 @@ def engine_mlp(full: Tensors, mlp: str, place: Place) -> Tensors:
 
 
 def engine_experts(a: Architecture, full: Tensors, place: Place) -> Tensors:
-    """The router, the shared experts and those of the rank."""
+    """Returns the router, the shared experts and the rank's own experts."""
     assert a.moe
     block, names = moe_block(a), mlp_names(a, sparse=True)
     whole = [f"{router(a)}.weight"]

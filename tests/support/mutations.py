@@ -1,4 +1,4 @@
-"""Damaged copies of bytes, JSON and what lies in between, for what reads them."""
+"""Damaged copies of bytes and JSON, for tests of parsers."""
 
 import json
 import random
@@ -41,7 +41,8 @@ ODD_BYTES = (
 
 
 def mutated_bytes(original: bytes, count: int, seed: int = 0, first: int | None = None) -> Iterator[bytes]:
-    """`count` copies with bytes changed, left out, put in or cut off, among the `first` ones where most of it is."""
+    """Yields `count` copies with bytes changed, removed, inserted or cut off, beginning within the `first` bytes if
+    given."""
     rng = random.Random(seed)
     for _ in range(count):
         copy = bytearray(original)
@@ -64,7 +65,7 @@ def mutated_bytes(original: bytes, count: int, seed: int = 0, first: int | None 
 
 
 def mutated_json(original: Any, count: int, seed: int = 0) -> Iterator[bytes]:
-    """`count` texts: some with a value replaced by an odd one or a key left out, some damaged as bytes are."""
+    """Yields `count` texts. Some have an odd value or lack a key, some have damaged bytes."""
     rng = random.Random(seed)
     as_bytes = mutated_bytes(json.dumps(original).encode(), count, seed)
     for number, damaged in enumerate(as_bytes):

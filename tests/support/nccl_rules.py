@@ -1,14 +1,15 @@
-"""NCCL's rules on gloo: groups of backend "nccl" without a GPU, on which what would hang there is an error with names.
+"""NCCL's rules on gloo: groups of backend "nccl" without a GPU. A hang on a GPU is an error with names here.
 
-- The first call on a communicator needs all of its ranks, the later ones those that they are between.
+- The first call on a communicator needs all of its ranks. Later calls need only their own ranks.
 - Ranks make equal collectives in equal order.
-- Messages between two ranks match in the order in which they are issued, whatever their tags, and have equal sizes.
-- Messages that are not issued together block the two ranks' work behind them until they are matched. Whether they are
-  is torch's own decision: `batch_isend_irecv` asks for exactly the type ProcessGroup.
-- A communicator is destroyed only once no recorded graph holds it, and by all of its ranks: one waits for the others.
+- Messages between two ranks match in the order of their calls, not by their tags, and have equal sizes.
+- Messages issued separately block the later work of both ranks until they are matched. torch decides whether messages
+  are issued together: `batch_isend_irecv` requires exactly the type ProcessGroup.
+- All ranks destroy a communicator together, and only after its last recorded graph is gone.
 
-Each call is announced in the store, where the other ranks look for its counterpart before any byte moves; so a rank
-waits here, in the call, where on a GPU its stream would."""
+Each call is announced in the store. The other ranks look for its counterpart there before any byte moves. So a rank
+waits in the call, and on a GPU its stream would wait.
+"""
 
 import threading
 from collections import Counter
@@ -27,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from tests.support.cuda_graphs import RuleBrokenError, expect_unheld
 
 FIRST_TAG = 2**29
-"""Of messages: gloo has tags of its own for collectives, from 0."""
+"""First tag of messages. gloo uses its own tags for collectives, from 0."""
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "allgather", "gather", "scatter"),
     *("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
@@ -35,11 +36,11 @@ COLLECTIVES = (
     *("reduce_scatter_tensor_coalesced", "all_to_all_single", "alltoall_base", "alltoall"),
 )
 OF_ANY_SIZE = {"all_to_all_single", "alltoall_base", "alltoall", "barrier", "gather", "scatter"}
-"""Ranks may pass different numbers of bytes."""
+"""Collectives in which ranks may pass different numbers of bytes."""
 
 
 class Done:
-    """Work that is over."""
+    """A finished work handle."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -60,17 +61,17 @@ class Message:
 
 @dataclass(eq=False)
 class Communicator:
-    """Of one process group on this rank, whose bytes go over `gloo`."""
+    """The communicator of one process group on this rank. Its bytes go over `gloo`."""
 
     name: str
     ranks: list[int]
     gloo: dist.ProcessGroup
     limit_s: float
     holders: WeakSet[Any] = field(default_factory=WeakSet)
-    """Recorded graphs."""
+    """Recorded graphs that use this communicator."""
     counts: Counter[str] = field(default_factory=Counter)
     together: list[Message] | None = None
-    """Messages that are being issued together."""
+    """Messages being issued together, or None."""
     first_call_made: bool = False
 
     @property
@@ -100,7 +101,7 @@ class Communicator:
         return Done()
 
     def end_together(self) -> Done:
-        """All the messages at once, each with the next one of its peer in the other direction."""
+        """Issues all messages at once. Each matches the next message of its peer in the other direction."""
         messages, self.together = self.together or [], None
         said = ", ".join(f"{message} {_way(message)} {self.ranks[message.peer]}" for message in messages)
         if not self.first_call_made:
@@ -120,7 +121,7 @@ class Communicator:
         return Done()
 
     def _alone(self, message: Message) -> None:
-        """On a communicator of two ranks, whose calls run one after the other."""
+        """Issues one message on a communicator of two ranks, which runs its calls in order."""
         pair = sorted((self.rank, message.peer))
         number = self._next(f"pair {message.peer}")
         key = f"pair/{pair[0]}-{pair[1]}/{number}"
@@ -154,7 +155,8 @@ class Communicator:
     def _announced(
         self, said: str, mine: dict[str, str], theirs: dict[int, str], peers: Sequence[int] | None = None
     ) -> dict[int, str]:
-        """Say `mine`, and what others say under the keys `theirs`, of all or of `peers`, once they do."""
+        """Announces `mine` and returns the announcements of others under the keys `theirs`, of all ranks or of
+        `peers`."""
         store = _store()
         own, others = ([f"{self.name}/{key}" for key in keys] for keys in (mine, theirs.values()))
         store.multi_set([f"doing/{dist.get_rank()}", *own], [f"{said} on {self.name}", *mine.values()])
@@ -179,7 +181,7 @@ class Communicator:
 
 
 def _store() -> dist.Store:
-    """Where ranks say what they do: a connection of this thread's own, which a thread that waits holds."""
+    """Returns this thread's own connection to the store, because a waiting thread blocks its connection."""
     if not hasattr(STORES, "of_thread"):
         STORES.of_thread = dist.PrefixStore("nccl_rules", c10d._get_default_store().clone())
     store: dist.Store = STORES.of_thread
@@ -197,7 +199,7 @@ ORIGINAL: dict[str, Any] = {}
 
 
 class CoalescingBackend:
-    """What torch asks whether messages can be issued together."""
+    """Answers torch's question whether messages can be issued together."""
 
     supports_coalescing = True
 
@@ -209,7 +211,7 @@ class CoalescingBackend:
 
 
 def install(limit_s: float = 60.0) -> None:
-    """From here on this process makes groups of backend "nccl" that have the rules; ranks wait for `limit_s`."""
+    """Makes new groups of backend "nccl" in this process follow the rules. Ranks wait up to `limit_s`."""
     make = c10d._new_process_group_helper
 
     def new_group(size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **named: Any) -> Any:
@@ -223,7 +225,7 @@ def install(limit_s: float = 60.0) -> None:
         return group, group_store
 
     c10d._new_process_group_helper = new_group
-    torch.cuda.nccl.version = lambda: (0, 0, 0)  # torch puts it into what it logs of errors
+    torch.cuda.nccl.version = lambda: (0, 0, 0)  # torch logs it with errors
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             _replace(name, partial(_collective, name))

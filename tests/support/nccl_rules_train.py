@@ -1,9 +1,10 @@
-"""launch/train.py under NCCL's rules (tests/support/nccl_rules.py), as on GPUs but for the device.
+"""Runs launch/train.py under NCCL's rules (tests/support/nccl_rules.py), as on GPUs except for the device.
 
     torchrun tests/support/nccl_rules_train.py --config CONFIG [key=value ...]
 
-Groups are of backend "nccl"; weights go through NcclWire; engines record their decode steps, which hold the engine's
-communicator from then on."""
+Groups are of backend "nccl" and weights go through NcclWire. Engines record their decode steps, and these hold the
+engine's communicator from then on.
+"""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tests.support import nccl_rules
 
 
 def holding(_: torch.device, group: dist.ProcessGroup | None) -> Record | None:
-    """Steps that count as recorded, and are executed as they are."""
+    """Returns a recorder that executes the steps unchanged but counts them as recorded."""
 
     def record(step: Callable[[], None]) -> Callable[[], None]:
         def replay() -> None:

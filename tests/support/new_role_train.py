@@ -1,8 +1,9 @@
-"""launch/train.py in a job that has one more role: an adviser that finds every token equally likely.
+"""Runs launch/train.py in a job with one more role: an adviser that finds every token equally likely.
 
     torchrun tests/support/new_role_train.py --config CONFIG [key=value ...]
 
-All that it takes is the class, what is declared of its task, and one line each where classes and fields are listed."""
+A new role needs its class, the declaration of its task, and one line each in the lists of classes and fields.
+"""
 
 import math
 import sys
@@ -22,7 +23,7 @@ class Adviser(Role):
     name = "adviser"
 
     def adviser_logprobs(self, step: int, chunk: int) -> None:
-        """What it thinks of the drawn tokens."""
+        """Posts the adviser's log-probs of the generated tokens."""
         scored = self.shipments.pop(("scored", step, chunk))
         uniform = -math.log(self.job.architecture.vocab_size)
         opinion = torch.full_like(scored.experience.rollout_logprobs, uniform)

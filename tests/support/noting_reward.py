@@ -1,4 +1,4 @@
-"""A reward function of tests that writes down which ids it is asked about."""
+"""A reward function that records the ids of its samples."""
 
 import json
 import os
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = "RLTRAIN_TEST_SAMPLES"
-"""Environment variable: the file to which it appends."""
+"""Environment variable: the file for the records."""
 
 
 def noted(args: Any, sample: Any) -> float:
-    """As slime has them."""
+    """Appends the sample to the file. The arguments are those of slime's reward functions."""
     response = slice(len(sample.tokens) - sample.response_length, None)
     record = {
         "id": sample.index,

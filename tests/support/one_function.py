@@ -1,4 +1,4 @@
-"""A scorer of one function, which tells what that gave."""
+"""A scorer with one reward function. It returns the scores of this function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Experience of given lengths: of tokens alone, or with all other fields filled with random numbers."""
+"""Experience of given lengths, with tokens alone or with random numbers in all other fields."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from rltrain.data.experience import Experience
 def plain_experience(
     lengths: Sequence[int], tokens: Tensor, response_mask: Tensor | None = None, **fields: Tensor
 ) -> Experience:
-    """Returns samples of these lengths, each a group of its own; without a mask all of their tokens were drawn."""
+    """Returns samples of these lengths, each in its own group. Without a mask all tokens belong to responses."""
     numbers = torch.arange(len(lengths))
     mask = torch.ones(len(tokens), dtype=torch.bool) if response_mask is None else response_mask
     ids = {"sample_ids": numbers, "group_ids": numbers, "prompt_ids": numbers}
@@ -19,8 +19,10 @@ def plain_experience(
 
 
 def packed_experience(shape: Sequence[tuple[int, int]], seed: int = 0) -> Experience:
-    """Samples of `shape` (prompt tokens, response tokens), two to a group; token fields hold numbers everywhere, also
-    where they are to be ignored. Policy versions are 0 to 5."""
+    """Returns samples of `shape` (prompt tokens, response tokens), two to a group. Policy versions are 0 to 5.
+
+    Token fields have numbers everywhere, also at ignored positions.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([prompt + response for prompt, response in shape], dtype=torch.int64)
     mask = [inside for prompt, response in shape for inside in [False] * prompt + [True] * response]

@@ -1,4 +1,4 @@
-"""Reward functions as they are written for this and other trainers, for test_reward_conventions."""
+"""Reward functions with the signatures of this and other trainers, for test_reward_conventions."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def ours(response: str, row: dict[str, Any], *, scale: float = 1.0) -> float:
-    """Of parameters that are a part of ours."""
+    """Takes only some of the possible parameters."""
     return scale * float(response == row["solution"])
 
 
@@ -18,7 +18,7 @@ def ours_with_messages(messages: list[dict[str, str]], label: str) -> float:
 
 
 def per_turn(prompt: str, response: str, label: str, turns: list[dict[str, Any]]) -> list[float]:
-    """Half of the environment's, and as much for every reply that says ok."""
+    """Returns, per turn, half of the environment's reward plus 1 for each reply "ok"."""
     return [turn["reward"] / 2 + sum(reply["content"] == "ok" for reply in turn["replies"]) for turn in turns]
 
 
@@ -59,7 +59,7 @@ def verl_batch(
 
 
 def trl(completions: list[Any], solution: list[str], log_metric: Any = None, **kwargs: Any) -> list[float | None]:
-    """By the column `solution`; None where there is none. Completions of chats are messages."""
+    """Rewards a match with the column `solution`, or returns None without one. Completions of chats are messages."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     log_metric("group", float(len(texts)))
     rewards = [None if right is None else float(text == right) for text, right in zip(texts, solution, strict=True)]
@@ -112,13 +112,14 @@ def slime_reading_what_is_not_there(args: Any, sample: Any) -> float:
 
 
 def slime_group(args: Any, samples: list[Any]) -> list[float]:
-    """The best of its group gets 1."""
+    """Gives 1 to the longest response of the group."""
     longest = max(sample.response_length for sample in samples)
     return [float(sample.response_length == longest and args.group_rm) for sample in samples]
 
 
 async def together(prompt: str, response: str, label: str) -> int:
-    """How many calls were in progress at once, at most; "block", "die" and "sleep" do what they say."""
+    """Returns the largest number of concurrent calls. The responses "block", "die", "sleep" and "exit" do what they
+    say."""
     state.running += 1
     state.most = max(state.most, state.running)
     await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""All ranks of a reshard simulated in one process: boxes moved by numpy and compared with the oracle."""
+"""Simulates all ranks of a reshard in one process: moves boxes with numpy and compares them with the oracle."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,17 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Side:
-    """A layout and what the oracle says each of its ranks holds."""
+    """A layout, and the expected shard of each of its ranks."""
 
     layout: Layout
     shards: dict[int, Tensors]
 
 
 def megatron_places(grid: Grid, **settings: Any) -> dict[int, Place]:
-    """By position in the grid: tp fastest, then cp and dp, then pp; experts over a stage's ranks, etp fastest."""
+    """Returns the places by position in the grid: tp fastest, then cp and dp, then pp.
+
+    Experts are divided over the ranks of a stage, etp fastest.
+    """
     ranks_per_stage, etp = len(grid.ranks) // grid.pp, grid.etp or grid.tp
     return {
         rank: Place(
@@ -56,7 +59,10 @@ def engine_places(grid: Grid) -> dict[int, Place]:
 
 
 def side(kind: str, architecture: Architecture, grid: Grid, **settings: Any) -> Side:
-    """`settings` are those of megatron_layout."""
+    """Returns the side of a layout of kind "megatron" or "engine", else of Hugging Face's layout.
+
+    `settings` are those of megatron_layout.
+    """
     full = full_tensors(architecture)
     if kind == "megatron":
         places = megatron_places(grid, **settings)
@@ -72,7 +78,7 @@ def side(kind: str, architecture: Architecture, grid: Grid, **settings: Any) -> 
 
 
 def addresses(box: np.void, prefix: str = "") -> np.ndarray:
-    """[rows, cols] element numbers of a box in its parameter."""
+    """Returns the element numbers of a box in its parameter, shape [rows, cols]."""
     rows = np.arange(box["rows"])[:, None] * box[prefix + "stride"]
     return box[prefix + "offset"] + rows + np.arange(box["cols"])
 
@@ -101,7 +107,7 @@ def simulated_rank(made: RankPlan, held: Tensors) -> Rank:
 
 
 def execute_all(ranks: dict[int, Rank]) -> None:
-    """Move every box; what a sender packs is all that its receiver gets to see."""
+    """Moves every box. A receiver sees nothing but the packed data of its senders."""
     for rank in ranks.values():
         for box in rank.plan.copies:
             rank.write(box, rank.source[box["source_parameter"]][addresses(box, "source_")], "destination_")
@@ -116,7 +122,7 @@ def execute_all(ranks: dict[int, Rank]) -> None:
                 values = wires[int(box["peer"]), number].pop(0)
                 assert values.shape == (box["rows"], box["cols"])
                 rank.write(box, values)
-        assert not any(wires.values()), "every box that is sent is received"
+        assert not any(wires.values()), "every sent box is received"
 
 
 def check_ends_agree(ranks: dict[int, Rank]) -> None:
@@ -134,7 +140,7 @@ def check_ends_agree(ranks: dict[int, Rank]) -> None:
 
 
 def network_minimum(ranks: dict[int, Rank], source: Side, destination: Side, ranks_per_node: int) -> int:
-    """Elements that nodes need and do not hold, each counted once per node: every element has a value of its own."""
+    """Returns the number of elements missing on nodes, counted once per node. Every element has a different value."""
     held: dict[int, set[float]] = {}
     needed: dict[int, set[float]] = {}
     for values, side_of in ((held, source), (needed, destination)):
@@ -162,7 +168,7 @@ def check_totals(ranks: dict[int, Rank], moved: dict[tuple[int, int], int], rank
 
 
 def reshard(source: Side, destination: Side, ranks_per_node: int) -> dict[int, Rank]:
-    """Plan and execute on all ranks, and compare everything that comes out with the oracle."""
+    """Plans and executes a reshard on all ranks, and compares the results with the oracle."""
     numbers = sorted({*source.layout.ranks, *destination.layout.ranks})
     planner = Planner(source.layout, destination.layout, ranks_per_node)
     ranks = {rank: simulated_rank(planner.plan(rank), source.shards.get(rank, {})) for rank in numbers}

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models that predict further tokens."""
+"""Checkpoints of tiny models with layers that predict further tokens."""
 
 import json
 import re
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_mimo(folder: Path, **changes: Any) -> Path:
-    """Qwen2's model with a further layer, every vector random."""
+    """Writes Qwen2's model with a further layer. All vectors are random."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(5)
@@ -57,15 +57,17 @@ def make_mimo(folder: Path, **changes: Any) -> Path:
 
 
 def experience() -> Experience:
-    """Responses begin at the second, third or fourth token."""
+    """Returns samples with responses from the second, third or fourth token."""
     tokens = torch.randint(VOCAB_SIZE, (sum(LENGTHS),), generator=torch.Generator().manual_seed(7))
     masks = [torch.arange(length) > number % 3 for number, length in enumerate(LENGTHS)]
     return plain_experience(LENGTHS, tokens, torch.cat(masks))
 
 
 def write_reference(path: Path, folder: Path, *, trains: str) -> tuple[float, float]:
-    """The losses of all samples, mean over response tokens, and in `folder` a checkpoint of the gradients of the first
-    plus COEF times the second."""
+    """Returns both losses of all samples, means over response tokens, and writes gradients to `folder`.
+
+    The gradients are of the first loss plus COEF times the second.
+    """
     tensors = {name: one.requires_grad_() for name, one in load_file(path / "model.safetensors").items()}
     samples = experience()
     likelihood, further = torch.zeros(()), torch.zeros(())
@@ -87,7 +89,7 @@ def write_reference(path: Path, folder: Path, *, trains: str) -> tuple[float, fl
 
 
 def _trunk(path: Path, tensors: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """[tokens, hidden] behind the last norm."""
+    """Returns the hidden states after the last norm, shape [tokens, hidden]."""
     hidden = tensors["model.embed_tokens.weight"][tokens]
     for layer in range(CONFIG["num_hidden_layers"]):
         hidden = _decoder_layer(path, tensors, f"model.layers.{layer}.", hidden)
@@ -95,7 +97,7 @@ def _trunk(path: Path, tensors: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 
 def _further(path: Path, tensors: dict[str, Tensor], hidden: Tensor, tokens: Tensor, trains: str) -> Tensor:
-    """[tokens - 2] the cross-entropy of every token from the third on."""
+    """Returns the cross-entropy of every token from the third on, shape [tokens - 2]."""
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     if trains != "model":
         hidden, embedding = hidden.detach(), embedding.detach()
@@ -109,7 +111,7 @@ def _further(path: Path, tensors: dict[str, Tensor], hidden: Tensor, tokens: Ten
 
 
 def _decoder_layer(path: Path, tensors: dict[str, Tensor], prefix: str, hidden: Tensor) -> Tensor:
-    """[tokens, hidden] of Qwen2's."""
+    """Returns the output of a layer of Qwen2, shape [tokens, hidden]."""
 
     def projected(name: str, x: Tensor) -> Tensor:
         weight = prefix + name
@@ -159,7 +161,7 @@ class Family(NamedTuple):
     prefix: str
     names: dict[str, str]
     changes: dict[str, Any]
-    """Of transformers' config, so that its only layer is as the further one."""
+    """Changes of transformers' config: with them its only layer is like the further one."""
     offset: float = 0.0
     """Norms multiply by this plus their weight."""
 
@@ -172,7 +174,7 @@ FAMILIES = {
 
 
 class Further:
-    """The layer of a family, apart from the model."""
+    """The further layer of a family, without the model."""
 
     def __init__(self, name: str) -> None:
         import transformers
@@ -188,7 +190,7 @@ class Further:
         self.eps = config.rms_norm_eps
 
     def losses(self, hidden: Tensor, embedding: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-        """[tokens - 2]"""
+        """Returns the losses, shape [tokens - 2]."""
         parts = [self._norm(embedding[tokens[1:-1]], "enorm"), self._norm(hidden, "hnorm")]
         joined = linear(torch.cat(parts, dim=-1), self.own["fc"])
         states = self.layer.model(inputs_embeds=joined[None]).last_hidden_state[0]
@@ -198,7 +200,8 @@ class Further:
         return torch.nn.functional.rms_norm(x, (x.size(-1),), self.own[key] + self.family.offset, self.eps)
 
     def tensors(self, folder: Path) -> dict[str, Tensor]:
-        """As files have them, of what the layer holds; `folder` is where transformers may write them first."""
+        """Returns the layer's tensors by their names in checkpoint files. `folder` is scratch space for
+        transformers."""
         self.layer.save_pretrained(folder)
         decoder = re.compile(r"model\.(language_model\.)?")
         found = {}
@@ -216,8 +219,10 @@ class Further:
 
 
 def make_with_further(name: str, path: Path) -> Path:
-    """A checkpoint with such a layer, and in `path`/gradients one of the gradients of the mean negative log-likelihood
-    of response tokens plus COEF times the other loss; losses.json has both."""
+    """Writes a checkpoint with the further layer, its gradients in `path`/gradients, and both losses in losses.json.
+
+    The gradients are of the mean negative log-likelihood of response tokens plus COEF times the other loss.
+    """
     import transformers
 
     make_family_checkpoint(name, path)

@@ -1,5 +1,4 @@
-"""Models for the reward, with a tokenizer and template that no policy has: random ones, and some of which it is known
-what they like."""
+"""Reward models with their own tokenizer and template: random ones, and some with known preferences."""
 
 import string
 from pathlib import Path
@@ -17,7 +16,7 @@ SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 
 def make_random(path: Path, family: str, **settings: Any) -> "PreTrainedModel":
-    """A classifier of letters, also written to `path`."""
+    """Writes a random classifier of letters to `path` and returns it."""
     import transformers
 
     torch.manual_seed(0)
@@ -35,7 +34,7 @@ def make_random(path: Path, family: str, **settings: Any) -> "PreTrainedModel":
 
 
 def make_lover_of(letter: str, path: Path) -> Path:
-    """A classifier that scores a text 1 if it ends with the letter, and else 0."""
+    """Writes a classifier that scores a text 1 if it ends with the letter, else 0."""
     model = make_random(path, "Qwen2", num_hidden_layers=1)
     width = model.config.hidden_size
     _let_only_the_last_token_reach_the_head(model)
@@ -50,10 +49,10 @@ def make_lover_of(letter: str, path: Path) -> Path:
 
 
 def make_judge_who_loves(letter: str, path: Path) -> Path:
-    """A language model that answers x to a question that ends with the letter, and else y."""
+    """Writes a language model that answers x to a question ending with the letter, else y."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    # SGLang pads other widths than this where it finds no GPU, and then holds weights as rltrain does not write them.
+    # Without a GPU, SGLang pads other widths, and then its weights differ from rltrain's.
     shape = {
         **SHAPE,
         "intermediate_size": 64,
@@ -77,7 +76,7 @@ def make_judge_who_loves(letter: str, path: Path) -> Path:
 
 
 def points(answer: str) -> float | None:
-    """What the judge's answer is worth."""
+    """Returns the points of the judge's answer."""
     return {"x": 1.0, "y": 0.0}.get(answer)
 
 

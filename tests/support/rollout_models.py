@@ -1,4 +1,4 @@
-"""Tiny models for engines, with what they should draw and how they should route."""
+"""Tiny models for engines, with their expected tokens and routing."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,15 +27,17 @@ MAX_POSITIONS = 256
 
 
 class LetterTokenizer:
-    """Token n is one letter."""
+    """A tokenizer with one letter per token."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
-    """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
-    what `overrides` say comes first."""
+    """Returns a config with eight heads over two KV heads and hidden size 32; `overrides` take precedence.
+
+    Heads have the width given by the hidden size, or a larger one if the family allows it.
+    """
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -56,7 +58,7 @@ def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.P
 
 
 def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:
-    """A checkpoint whose weights are spread widely enough that the best token is never in doubt."""
+    """Writes a checkpoint with widely spread weights: the best token is never in doubt."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         hf_config(family, tied=tied, **overrides), dtype=torch.float32
@@ -89,7 +91,8 @@ def load_engine(
     cache_returns: Callable[[], bool] = lambda: False,
     record_routing: bool = False,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
-    """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
+    """Returns an engine with the checkpoint, and the parameters that it reads. Its KV cache has room for
+    `kv_tokens`."""
     architecture = read_architecture(path)
     layout = engine_layout(architecture, grid or Grid((0,)), dtype=str(dtype).removeprefix("torch."))
     parameters = allocate_parameters(layout, rank, device=device)
@@ -121,7 +124,7 @@ def kv_budget(
     routing: bool = False,
     num_slots: int = 64,
 ) -> KvBudget:
-    """Of a rank of an engine, with room for the tokens' routing, and for the states of samples in all slots."""
+    """Returns the KV budget of a rank, with room for the tokens' routing and for the states of samples in all slots."""
     tp = grid.tp if grid else 1
     token_bytes = kv_bytes(architecture, 1, tp=tp, item_bytes=dtype.itemsize)
     if routing:
@@ -131,7 +134,7 @@ def kv_budget(
 
 
 def widths_of_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list to which every prefill of an engine adds how many tokens it computes."""
+    """Returns a list that receives the number of computed tokens of each prefill of an engine."""
     widths: list[int] = []
     fill_cache = EngineModel.fill_cache
 
@@ -144,14 +147,14 @@ def widths_of_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def hf_model(path: Path) -> transformers.PreTrainedModel:
-    """Returns transformers' model, with the attention of which alone Gemma 2 is itself."""
+    """Returns transformers' model with eager attention. Only that kind is correct for Gemma 2."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     return load(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
 def hf_logprobs(model: transformers.PreTrainedModel, done: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Returns the log-probs [response tokens, vocabulary] by one pass over the whole sequence."""
+    """Returns the log-probs of one pass over the whole sequence, shape [response tokens, vocabulary]."""
     logits = model(torch.tensor([done.context])).logits[0, len(done.prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1)
 
@@ -162,7 +165,7 @@ def of_tokens(logprobs: torch.Tensor, done: Sample) -> torch.Tensor:
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:
-    """Prompts of 1, 3, 5, ... random tokens."""
+    """Returns requests with prompts of 1, 3, 5, ... random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Sample(
@@ -177,8 +180,11 @@ def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:
 def assert_same_but_for_ties(
     found: Sequence[Sample], expected: Sequence[Sample], *, logprob: float, most: int = 1
 ) -> None:
-    """The same tokens, and log-probs that are off by at most `logprob`. A near tie may come out otherwise where they
-    are computed otherwise: so in at most `most` samples one token may differ, and what follows it."""
+    """Asserts equal tokens, and log-probs within `logprob` of each other.
+
+    Other arithmetic can decide a near tie differently. So in at most `most` samples one token may differ, with all
+    tokens after it.
+    """
     num_ties = 0
     for done, other in zip(found, expected, strict=True):
         pairs = [*zip(done.tokens, other.tokens, strict=False)]
@@ -190,7 +196,7 @@ def assert_same_but_for_ties(
 
 @torch.no_grad()
 def expected_routing(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Experts [tokens, layers, top_k] of transformers' routers."""
+    """Returns the experts of transformers' routers, shape [tokens, layers, top_k]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     routed: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -201,7 +207,8 @@ def expected_routing(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def check(path: Path, sample: Sample, first: int = 0) -> None:
-    """All tokens but the last one have been fed; in the order of experts, which is nobody's."""
+    """Compares the routing of a sample with transformers. The order of experts is arbitrary, and the last token has
+    none."""
     routing = sample.routing
     assert routing is not None and len(routing) == len(sample.context) - 1
     assert routing.experts.dtype == np.int8

@@ -1,4 +1,4 @@
-"""Makes run folders as a job leaves them, with every kind of file that the report reads."""
+"""Makes run folders with every kind of file read by the report."""
 
 import json
 import math
@@ -14,11 +14,11 @@ HOSTILE = (
     "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> &amp; \u2028 é\n"
     + "endless" * 90
 )
-"""What a model or a data file could say to a browser that takes it for more than text."""
+"""Text from a model or data file that is dangerous if a browser takes it for markup."""
 
 
 class RankLog:
-    """The trace file of one rank, written event by event; `now` is its time in seconds."""
+    """The trace file of one rank, written event by event. `now` is its time in seconds."""
 
     def __init__(self, folder: Path, rank: int, roles: tuple[str, ...]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def write_metrics(folder: Path, num_steps: int, seed: int = 0) -> None:
 
 
 def write_traces(folder: Path, num_steps: int, seed: int = 0) -> None:
-    """Four ranks: rollouts decode for step k+1 while the actor trains on step k, and wait for each other."""
+    """Writes traces of four ranks: rollouts decode for step k+1 while the actor trains on step k, and both wait."""
     noise = random.Random(seed)
     logs = {rank: RankLog(folder / "trace", rank, roles) for rank, roles in HOSTED.items()}
     updated = [0.0] * 2

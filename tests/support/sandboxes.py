@@ -1,4 +1,4 @@
-"""For the tests of sandboxes: which of them there are to test, and what is left of a program."""
+"""Helpers for tests of sandboxes: the sandboxes of this machine, and the remaining processes of a program."""
 
 import os
 import secrets
@@ -16,19 +16,19 @@ PROTECTING = ["kernel", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 
 
 def sandbox_by(name: str, **options: object) -> Sandbox:
-    """Skips the test on a machine that has no such means."""
+    """Returns a sandbox, or skips the test if the machine does not support it."""
     if name != "none" and not means()[name].works:
         pytest.skip(means()[name].text)
     return Sandbox(name, **options)  # type: ignore[arg-type]
 
 
 def new_mark() -> str:
-    """An argument by which a program's processes are found."""
+    """Returns a random argument that identifies a program's processes."""
     return f"mark-{secrets.token_hex(8)}"
 
 
 def processes_with(mark: str) -> list[int]:
-    """Those that have the mark among their arguments, seen from this process."""
+    """Returns the ids of processes with the mark among their arguments, as seen from this process."""
     return list(_processes_with(mark.encode()))
 
 
@@ -44,7 +44,7 @@ def _processes_with(mark: bytes) -> Iterator[int]:
 
 
 def wait_for_ends(processes: list[int], timeout_s: float = 60.0) -> None:
-    """Raises TimeoutError where one goes on."""
+    """Raises TimeoutError if a process still runs after `timeout_s`."""
     for process in processes:
         try:
             descriptor = os.pidfd_open(process)
@@ -52,6 +52,6 @@ def wait_for_ends(processes: list[int], timeout_s: float = 60.0) -> None:
             continue
         try:
             if not select.select([descriptor], [], [], timeout_s)[0]:
-                raise TimeoutError(f"process {process} runs on")
+                raise TimeoutError(f"process {process} still runs")
         finally:
             os.close(descriptor)

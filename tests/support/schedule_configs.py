@@ -17,7 +17,7 @@ EVALUATED_APART = {"actor": 0, "rollout": 1, "reward": 2, "evaluation": 3}
 
 
 def make_config(**sections: Any) -> Config:
-    """Three steps of grpo with held-out prompts and without checkpoints, changed by `sections`."""
+    """Returns a config for three steps of grpo with held-out prompts and without checkpoints, changed by `sections`."""
     values = {
         "steps": 3,
         "placement": GRPO,
@@ -33,14 +33,14 @@ def place(mapping: Mapping[str, str | int]) -> Placement:
 
 
 def order_of(**sections: Any) -> Order:
-    """The order of tasks of such a config."""
+    """Returns the order of tasks of the config with these sections."""
     config = make_config(**sections)
     return build_order(config, place(config.placement))
 
 
 @st.composite
 def evaluations(draw: st.DrawFn) -> dict[str, Any]:
-    """The section, beside data.eval."""
+    """Generates sections `evaluation`. data.eval is given elsewhere."""
     of_its_own = {"name": "own", "data": {"path": "o"}, "interval": draw(st.integers(0, 2))}
     return {
         "interval": draw(st.integers(0, 3)),

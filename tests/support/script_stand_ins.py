@@ -1,4 +1,4 @@
-"""What the shell scripts call, replaced by programs that note how they were called."""
+"""Replaces the programs called by shell scripts with ones that record their calls."""
 
 import json
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# An interpreter that notes how it was started. It really runs `-c` and `-`, except for the questions which torch is
-# installed and whether SGLang is, and leaves metrics as a GRPO run does.
+# An interpreter that records its arguments and variables. It really runs `-c` and `-`, except for the questions about
+# the installed torch and SGLang. It writes metrics like those of a GRPO run.
 INTERPRETER = f"""#!{sys.executable} -S
 import json, os, pathlib, subprocess, sys
 NOTED = ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS", "RLTRAIN_SGLANG_PYTHON", "RLTRAIN_NATIVE")
@@ -38,7 +38,7 @@ if arguments[-1].endswith("constraints-sglang.txt"):
 
 
 def stand_ins(folder: Path, **programs: str) -> dict[str, str]:
-    """An environment whose Python notes how it was started, with `programs` in its PATH."""
+    """Returns an environment with the recording Python, and with `programs` in its PATH."""
     for name, text in {"python": INTERPRETER, **programs}.items():
         write_program(folder / "bin" / name, text)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RLTRAIN_", "MASTER_"))}
@@ -68,7 +68,7 @@ def started(environment: dict[str, str]) -> list[dict[str, object]]:
 
 
 def repository_with_venv(folder: Path) -> Path:
-    """The script that prepares a repository of nothing but what environment.sh reads, whose .venv is the stand-in."""
+    """Returns a script that prepares a minimal repository. Its .venv has the recording interpreter."""
     write_program(folder / ".venv" / "bin" / "python", INTERPRETER)
     launch = ("launch/environment.sh", "launch/constraints-cpu.txt", "launch/constraints-sglang.txt")
     for name in ("pyproject.toml", "setup.py", *launch):

@@ -1,4 +1,4 @@
-"""An engine without a model: every sample draws as many tokens as a script says, one per step."""
+"""An engine without a model: a script gives the length of each sample, and each step adds one token."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ class ScriptedEngine:
         self.unfinished: list[Sample] = []
         self.num_steps = 0
         self.started: list[int] = []
-        """Ids of the samples submitted, again whenever they come back."""
+        """Ids of the submitted samples, once more for each return."""
 
     @property
     def num_unfinished(self) -> int:

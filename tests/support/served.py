@@ -1,5 +1,3 @@
-"""launch/serve.py in a forked process."""
-
 import re
 import subprocess
 import sys
@@ -14,7 +12,7 @@ CHECKPOINT = REPOSITORY / "tests" / "warmed_up"
 
 @contextmanager
 def served(*options: str, checkpoint: Path = CHECKPOINT) -> Iterator[tuple[str, str, Popen]]:
-    """(URL, token, process)"""
+    """Runs launch/serve.py in a forked process and yields (URL, token, process)."""
     command = [sys.executable, "-u", "launch/serve.py", "--checkpoint", str(checkpoint), *options]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(command, cwd=REPOSITORY, env={**FORKED_ENVIRONMENT, "PATH": "/bin"}, text=True, **streams) as process:

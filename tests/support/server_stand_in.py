@@ -1,4 +1,4 @@
-"""Stands in for the interpreter that runs an SGLang server: takes the same words, and does what `args` tells it to."""
+"""Replaces the interpreter of an SGLang server: takes the same arguments, and obeys the orders in `args`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ LEAVE = f"import subprocess; print(subprocess.Popen({SLEEP!r}, start_new_session
 
 
 def write_interpreter(folder: Path) -> str:
-    """An executable that can be named as `python` of a ServerSpec."""
+    """Writes an executable for the field `python` of a ServerSpec and returns its path."""
     path = folder / "python"
     run = f"runpy.run_path({__file__!r}, run_name='__main__')"
     path.write_text(f"#!{sys.executable}\nimport os, runpy\nos.environ['{FOLDER}'] = {str(folder)!r}\n{run}\n")
@@ -24,7 +24,10 @@ def write_interpreter(folder: Path) -> str:
 
 
 def start_others() -> list[int]:
-    """A child, a child in a session of its own, and one in a session of its own whose parent has ended."""
+    """Starts three processes and returns their ids.
+
+    One is a child, one a child in its own session, and one an orphan in its own session.
+    """
     children = [subprocess.Popen(SLEEP).pid, subprocess.Popen(SLEEP, start_new_session=True).pid]
     orphan = subprocess.run([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True, check=True)
     return [*children, int(orphan.stdout)]
@@ -69,7 +72,7 @@ def main() -> None:
     program, given = Path(sys.argv[1]).name, json.loads(sys.argv[2])
     if program == "rltrain_serve.py":
         be_a_server(given)
-    else:  # asked for its arguments: the answer lies beside it
+    else:  # asked for its arguments: reply.json has the answer
         folder = Path(os.environ[FOLDER])
         with (folder / "asked").open("a") as asked:
             asked.write(program + "\n")

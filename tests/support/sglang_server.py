@@ -1,4 +1,4 @@
-"""A server that keeps SGLang's rules, in this process."""
+"""A server in this process that follows SGLang's rules."""
 
 import base64
 import json
@@ -23,24 +23,23 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class SchedulerDied(Exception):  # noqa: N818 - it is what has happened
-    """An assertion or an error in SGLang's scheduler, which ends the server."""
+    """An assertion or error in SGLang's scheduler ended the server."""
 
 
 class Refused(Exception):  # noqa: N818
-    """Status 400: the server lives on and has done nothing."""
+    """Status 400: the server refused the request, changed nothing, and continues."""
 
 
 class ServerRules:
-    """One server's state as far as its callers have to heed it. Methods take whether no request runs, where that
-    counts."""
+    """The state of one server that matters to its callers. `is_idle` is given if a rule depends on running requests."""
 
     def __init__(self, *, saves_memory: bool = True) -> None:
         self.saves_memory = saves_memory
-        """Whether it was started with enable_memory_saver."""
+        """Whether the server was started with enable_memory_saver."""
         self.is_paused = self.is_open = False
         self.released: set[str] = set()
         self.version = "default"
-        """Of the weights."""
+        """Version of the weights."""
 
     def pause(self, mode: str) -> None:
         if mode not in ("in_place", "retract"):
@@ -51,7 +50,7 @@ class ServerRules:
         self.is_paused = False
 
     def check_drawing(self) -> None:
-        """Before every decode step."""
+        """Checks the rules before a decode step."""
         if self.released:
             raise SchedulerDied(f"a step without the memory of {sorted(self.released)}: an illegal address")
         if self.is_open and not self.is_paused:
@@ -108,11 +107,11 @@ class ServerRules:
 
 VOCAB_SIZE = 50
 UNSEEN_EOS = 49
-"""The fake model's own end-of-text token, which requests do not name."""
+"""The fake model's own end-of-text token. Requests do not name it."""
 
 
 def next_token(context: list[int], version: int, seed: int = 0) -> int:
-    """What the fake model draws: below `UNSEEN_EOS`, another one for every context, version and seed."""
+    """Returns the fake model's next token, below `UNSEEN_EOS`. It depends on context, version and seed."""
     return (sum(context[-3:]) * 7 + len(context) * 11 + version * 13 + seed * 17 + 5) % UNSEEN_EOS
 
 
@@ -121,13 +120,13 @@ def logprob_of(token: int, version: int) -> float:
 
 
 def experts_of(token: int, place: int, version: int, layer: int) -> list[int]:
-    """Three of 200 experts, other ones at every place of the context, in every version and layer."""
+    """Returns three of 200 experts, different for every place of the context, version and layer."""
     first = (token * 7 + place * 11 + version * 13 + layer * 17) % 200
     return [first, (first + 1) % 200, (first + 100) % 200]
 
 
 def expected_tokens(request: Sample, sampling: SamplingParams, version: int = 0) -> list[int]:
-    """The response that a fake server of one version gives, by the same rule but nothing else of it."""
+    """Returns the expected response of a fake server with one version, computed by the same rule without the server."""
     tokens: list[int] = []
     while len(tokens) < sampling.max_response_tokens:
         tokens.append(next_token([*request.prompt, *tokens], version))
@@ -148,20 +147,24 @@ class Running:
     versions: list[int] = field(default_factory=list)
     num_sent: int = 0
     routing_start: int | None = None
-    """None: no routing is asked for."""
+    """None: the request asks for no routing."""
     routed: list[list[list[int]]] = field(default_factory=list)
-    """[tokens that have been fed, layers, top_k]."""
+    """Routing of all fed tokens, shape [tokens, layers, top_k]."""
 
 
 class FakeServer:
-    """Implements `process.Server`. `pace_s` is the time of a decode step; `max_running` bounds what it runs at once.
+    """A fake SGLang server. Implements `process.Server`.
 
-    `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model. The start of number
-    `dies_at_start` is no success. `overlap`: a batch is begun before the last one's tokens are taken, as with SGLang's
-    overlap schedule. `load` gets the body of every update of weights, `lose` every tag whose memory is
-    given back. Started with `routed_layers` it returns the routing of so many layers, of which those in `dense` have no
-    experts, where it is asked to, as `returns` writes it. It dies where SGLang's own assertions would end
-    it, and notes in `broken` why: empty at the end of every test that does nothing wrong on purpose.
+    - `pace_s` is the time of a decode step; `max_running` bounds the number of running requests.
+    - `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model.
+    - The start with number `dies_at_start` fails.
+    - `overlap`: a batch begins before the tokens of the last one are taken, as in SGLang's overlap schedule.
+    - `load` gets the body of every update of weights, `lose` every tag of returned memory.
+    - `routed_layers` is the number of layers in returned routing. Those in `dense` have no experts. `returns` encodes
+      it.
+
+    The server dies if SGLang's own assertions would end it, and notes the reason in `broken`. This list stays empty in
+    tests without intended mistakes.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class FakeServer:
         self.die("was ended by its rank")
 
     def die(self, how: str = "was killed by SIGKILL", *, noticed: bool = True) -> None:
-        """Cut all connections; where not `noticed` the process seems to live."""
+        """Closes all connections. If not `noticed`, the process seems to live."""
         if noticed:
             self._ending = self._ending or how
         if self._http is not None:
@@ -238,7 +241,7 @@ class FakeServer:
 
     @property
     def is_idle(self) -> bool:
-        """As SGLang has it: what waits counts too, unless it is paused."""
+        """Returns whether the server is idle in SGLang's sense: waiting requests count too unless it is paused."""
         with self._lock:
             return not (self._running or self._ahead or (self._waiting and not self.rules.is_paused))
 
@@ -276,7 +279,7 @@ class FakeServer:
             drawn.append((one, *self.draw(context, self.version or 0)))
         due, self._ahead = (self._ahead, drawn) if self.overlap else (drawn, [])
         for one, token, logprob in due:
-            if one in self._running:  # else it has ended, and this is a token too many
+            if one in self._running:  # an ended request drops this extra token
                 self._take(one, token, logprob)
 
     def _feed(self, one: Running, context: list[int]) -> None:
@@ -288,7 +291,7 @@ class FakeServer:
             one.routed.append(of_layers)
 
     def _routing(self, one: Running) -> str | None:
-        """As SGLang has it, of the requests that ran; the last token that was drawn is not of it."""
+        """Returns the encoded routing of a request as SGLang does. It excludes the last generated token."""
         if one.routing_start is None or not self.routed_layers or not one.tokens:
             return None
         end = len(one.prompt) + len(one.tokens) - 1
@@ -335,7 +338,7 @@ class FakeServer:
         one.num_sent = len(one.tokens)
 
     def admit(self, body: dict[str, Any]) -> SimpleQueue[dict[str, Any] | None]:
-        """The events of these requests: as many None as there are requests."""
+        """Returns the event queue of these requests. It ends with one None per request."""
         while self.rules.is_paused and not self._dead.is_set():
             time.sleep(0.001)
         events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -351,7 +354,7 @@ class FakeServer:
         return events
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """(status, answer)."""
+        """Returns (status, answer)."""
         with self._lock:
             try:
                 if not self._obeys(path, lambda: self._control(path, body)):
@@ -393,7 +396,7 @@ class FakeServer:
             self.lose(tag)
 
     def _abort(self) -> None:
-        """What runs while it is paused comes back only once it goes on."""
+        """Aborts all requests. In a pause, running requests return only after it."""
         waiting, self._waiting = self._waiting, []
         for one in [*waiting, *([] if self.rules.is_paused else self._running)]:
             self._end(one, {"type": "abort", "message": "Abort in waiting queue"})
@@ -409,7 +412,7 @@ class FakeServer:
 
 
 class FakeDelivery:
-    """The calls of a `Delivery` to a server whose weights are nothing but a version."""
+    """The calls of a `Delivery` to a server. The only state of its weights is a version."""
 
     def __init__(self, client: Client | None) -> None:
         self.version: int | None = None

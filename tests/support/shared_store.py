@@ -1,4 +1,4 @@
-"""A real store in this process, and threads that stand for ranks, each with a connection of its own."""
+"""A real store in this process, and threads as ranks, each with its own connection."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,35 +20,35 @@ def open_store() -> Iterator[dist.TCPStore]:
 
 
 def on_ranks(store: dist.TCPStore, body: Callable[[int, dist.Store], Result], num_ranks: int) -> list[Result]:
-    """`body(rank, store)` of all ranks at the same time; what each returned, by rank."""
+    """Runs `body(rank, store)` for all ranks at the same time and returns the results by rank."""
     return at_the_same_time([store.clone() for _ in range(num_ranks)], body)  # type: ignore[attr-defined]
 
 
 def at_the_same_time(stores: Sequence[dist.Store], body: Callable[[int, dist.Store], Result]) -> list[Result]:
-    """`body(rank, store)` of as many ranks as there are stores; what each returned, by rank."""
+    """Runs `body(rank, store)` for one rank per store at the same time and returns the results by rank."""
     with ThreadPoolExecutor(len(stores)) as pool:
         return list(pool.map(body, range(len(stores)), stores, timeout=LIMIT_S))
 
 
 class Jobs:
-    """Jobs one after the other, each with a store of its own, on connections that are kept."""
+    """Consecutive jobs, each with its own store on the same connections."""
 
     def __init__(self, store: dist.TCPStore, num_ranks: int) -> None:
         self.connections = [store.clone() for _ in range(num_ranks)]  # type: ignore[attr-defined]
         self.num_jobs = 0
 
     def start(self, num_ranks: int) -> list[dist.Store]:
-        """The store of the next job, as each of its ranks has it."""
+        """Returns the store of the next job, one per rank."""
         self.num_jobs += 1
         return [dist.PrefixStore(f"job {self.num_jobs}", store) for store in self.connections[:num_ranks]]
 
     def run(self, body: Callable[[int, dist.Store], Result], num_ranks: int) -> list[Result]:
-        """`body(rank, store)` of all ranks of the next job; what each returned, by rank."""
+        """Runs `body(rank, store)` on all ranks of the next job and returns the results by rank."""
         return at_the_same_time(self.start(num_ranks), body)
 
 
 class ShortPatience:
-    """Waits as Waiter does, and fails the test where that takes long."""
+    """Waits like Waiter, and fails the test after a short time."""
 
     def until(
         self,
@@ -61,4 +61,4 @@ class ShortPatience:
         while not arrived(0.005):
             if serve:
                 serve()
-            assert time.monotonic() < deadline, f"waited in vain for {what} of ranks {ranks}"
+            assert time.monotonic() < deadline, f"timed out while waiting for {what} of ranks {ranks}"

@@ -1,4 +1,4 @@
-"""Slices of tensors as examples for the kernels, with any alignment."""
+"""Example slices of tensors for the kernels, with any alignment."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SOURCE_ELEMENTS = 24_000
 UNTOUCHED = 0x55
 
-# Zeros, subnormals, infinities, NaNs of both signs with various payloads, and values next to where rounding to
-# bfloat16, float16 and e4m3 changes, overflows or becomes subnormal.
+# Zeros, subnormals, infinities, and NaNs of both signs with various payloads. Also values next to the thresholds of
+# bfloat16, float16 and e4m3: rounding, overflow and subnormals.
 SPECIAL_FLOATS = (
     "00000000 80000000 00000001 80000001 007fffff 7f800000 ff800000 7f800001 ffffffff 7fc12345 ff812345 7f7fffff "
     "33000000 33000001 33800000 38800000 387fffff 387ff000 477fefff 477ff000 477fe000 3f808000 3f818000 3f807fff"
@@ -77,7 +77,7 @@ def _extent(rows: int, cols: int, stride: int) -> int:
 
 
 def make_sources(seed: int, *, specials: bool) -> tuple[Tensor, ...]:
-    """Tensors of all four types; `specials` puts special values into half of their elements."""
+    """Returns tensors of all four types. With `specials` half of their elements have special values."""
     rng = np.random.default_rng(seed)
     floats = (rng.standard_normal(SOURCE_ELEMENTS) * 10.0 ** rng.integers(-12, 6)).astype(np.float32)
     result = []
@@ -105,7 +105,7 @@ def block(tensor: Tensor, entry: np.void, side: str) -> Tensor:
 
 
 def expected_bases(example: Example, first: int, last: int) -> list[Tensor]:
-    """The bases after amax and copy of slices[first:last], by plain torch operations and element by element."""
+    """Returns the bases after amax and copy of slices[first:last], computed by plain torch operations."""
     bases = example.bases()
     for entry in example.slices[first:last]:
         if entry["rows"] == 0 or entry["cols"] == 0:
@@ -126,7 +126,7 @@ def expected_bases(example: Example, first: int, last: int) -> list[Tensor]:
 
 
 def expected_quantised(source: Tensor, entry: np.void, amax: Tensor) -> Tensor:
-    """Quantised elements; writes the block maxima to `amax`."""
+    """Returns the quantised elements, and writes the block maxima to `amax`."""
     rows = (torch.arange(source.shape[0]) + int(entry["row_phase"])) // 128
     cols = (torch.arange(source.shape[1]) + int(entry["col_phase"])) // 128
     places = int(entry["amax_offset"]) + rows[:, None] * int(entry["amax_stride"]) + cols
@@ -159,7 +159,8 @@ HEIGHTS = (1, 2, 3, 7, 33)
 
 
 def aligned(example: Example, multiple: int) -> Example:
-    """`example` with offsets, strides and columns cut to multiples of this many elements, phases of columns too."""
+    """Returns `example` with offsets, strides, columns and column phases rounded down to multiples of `multiple`
+    elements."""
     slices = example.slices.copy()
     for name in ("cols", "src_offset", "src_stride", "dst_stride", "col_phase"):
         slices[name] -= slices[name] % multiple
@@ -173,7 +174,7 @@ def aligned(example: Example, multiple: int) -> Example:
 
 
 def windows(source: ElementType, destination: ElementType, gap: int) -> Example:
-    """Windows of every width and height, all from offset 0, with `gap` elements between the rows of both sides."""
+    """Returns windows of every width and height from offset 0, with `gap` elements between rows on both sides."""
     slices = np.zeros(len(WIDTHS) * len(HEIGHTS), SLICE)
     slices["cols"], slices["rows"] = np.repeat(WIDTHS, len(HEIGHTS)), np.tile(HEIGHTS, len(WIDTHS))
     slices["src_stride"] = slices["dst_stride"] = slices["cols"] + gap
@@ -187,7 +188,7 @@ def windows(source: ElementType, destination: ElementType, gap: int) -> Example:
     slices["amax_stride"] = entries
     slices["amax_offset"][1:] = np.cumsum(entries)[:-1]
     elements = tuple(int(ends[-1]) if kind == destination else 0 for kind in ElementType)
-    # Special values would make NaN of whole blocks.
+    # Special values would make whole blocks NaN.
     sources = make_sources(7, specials=destination != ElementType.FLOAT8_E4M3 or source == destination)
     times = int((slices["rows"] * slices["src_stride"]).max()) // sources[0].numel() + 1
     repeated = tuple(tensor.view(torch.uint8).repeat(times).view(tensor.dtype) for tensor in sources)

@@ -1,5 +1,8 @@
-"""Two processes and weights in memory of the stand-in driver between them: one stages, the other has the engine's
-loader. Prints what was found as JSON. python -m tests.support.staging_processes LIBRARY"""
+"""Stages weights in one process and loads them in another, through memory of the stand-in driver. Prints the findings
+as JSON.
+
+    python -m tests.support.staging_processes LIBRARY
+"""
 
 import ctypes
 import json
@@ -28,14 +31,14 @@ PARTS = split(LAYOUT, 3000)
 
 
 class OtherProcess:
-    """A fork of this one, before it has any memory of the device, that plays the server."""
+    """A fork of this process that acts as the server. It is made before this process has device memory."""
 
     def __init__(self, model: Model) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._requests)  # which otherwise would never end
+            os.close(self._requests)  # it would never end otherwise
             _serve(LoadingServer(model), requests, answers)
             os._exit(0)
         self._answers_file = os.fdopen(self._answers)
@@ -64,7 +67,7 @@ def _sums(model: Model) -> dict[str, int]:
 
 
 def delivered_weights(other: OtherProcess) -> dict[str, Any]:
-    """Two syncs through two slots into the other process, each checked there; then what its server holds."""
+    """Runs two syncs through two slots into the other process, checks each there, and returns the server's findings."""
     delivery = Delivery(PARTS, 0, device=DEVICE, keep=False, group=None, call=other.call)
     kinds = {delivery._staging.handle(part)["kind"] for part in range(len(PARTS))}
     for version in (1, 2):
@@ -82,7 +85,7 @@ def delivered_weights(other: OtherProcess) -> dict[str, Any]:
 
 
 def wrong_calls(driver: ctypes.CDLL) -> dict[str, int]:
-    """Status of calls with other types or another order than the driver's."""
+    """Returns the status of calls with wrong types or wrong order."""
     segment = DeviceSegment(1000, DEVICE)
     pointer, handle = segment._pointer, loader._IpcHandle.from_buffer_copy(bytes.fromhex(segment.handle["handle"]))
     other, size = ctypes.c_uint64(), ctypes.c_size_t(4096)

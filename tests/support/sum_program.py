@@ -1,6 +1,7 @@
-"""An agent of tests that is a program: it asks a model for a sum, and prints whether that was right.
+"""An agent in the form of a program: it asks a model for a sum and prints the reward.
 
-It is started for every sample, so it imports little."""
+It is started for every sample, so it imports little.
+"""
 
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """The row is in a file; the endpoint, and what its user sets, in the environment."""
+    """Reads the row from a file, and the endpoint and the user's settings from the environment."""
     row = json.loads(Path(os.environ["RLTRAIN_ROW"]).read_text())
     body = {"model": "any", "prompt": str(row["prompt"]), "max_tokens": int(os.environ["ANSWER_TOKENS"])}
     request = urllib.request.Request(

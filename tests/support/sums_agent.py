@@ -1,4 +1,4 @@
-"""Agents of tests: one asks a model for two sums by OpenAI's client and counts the right ones, one counts on."""
+"""Agents of tests: one asks a model for two sums through OpenAI's client, one holds a long conversation."""
 
 import asyncio
 import os
@@ -22,13 +22,13 @@ async def two_sums(row: Mapping[str, Any], base_url: str, api_key: str) -> float
 
 
 TOOL_S = 0.1
-"""How long `counts_on` does something else between its turns."""
+"""Seconds between the turns of `counts_on`."""
 RECORDS = "RLTRAIN_TEST_SESSIONS"
-"""Environment variable: the file to which `counts_on` appends the records of its sessions."""
+"""Environment variable: `counts_on` appends the records of its sessions to this file."""
 
 
 async def counts_on(row: Mapping[str, Any], base_url: str, api_key: str, session_url: str) -> float:
-    """A conversation of several turns, whatever is said; writes down what the endpoint has recorded of it."""
+    """Holds a conversation of several turns with any answers, and appends the endpoint's record of it to the file."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)

@@ -1,4 +1,4 @@
-"""Environments of tests, for a model that adds: after its first sum it is asked another."""
+"""An environment of tests for a model that adds. It asks for a second sum after the first."""
 
 import time
 
@@ -6,7 +6,7 @@ from rltrain.environments.interface import Action, Row, StepResult
 
 
 class TwoSums:
-    """The row's sum, then one that follows from the seed. Half a point for each that is right."""
+    """Asks for the row's sum, then for one given by the seed. Each right answer earns 0.5."""
 
     def __init__(self, step_s: float = 0.0, fails: bool = False) -> None:
         self.step_s, self.fails = step_s, fails
@@ -25,7 +25,7 @@ class TwoSums:
             raise KeyError("no such door")
         right = action.text.rpartition(",")[2] == self.answers.pop(0) and not action.truncated
         done = not self.answers
-        assert not self.is_away, "nobody acts while its memory is away"
+        assert not self.is_away, "the environment acts only with its memory on the device"
         info = {"right": float(right), "offloads": self.num_offloads}
         return StepResult("" if done else self.questions.pop(0), 0.5 * right, done, info)
 

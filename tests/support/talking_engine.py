@@ -1,4 +1,4 @@
-"""An engine that says what a script says, on a tokenizer of bytes with a chat template; and an endpoint in front."""
+"""An engine with scripted answers, on a tokenizer of bytes with a chat template, and an endpoint in front of it."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +36,7 @@ CONTEXT_TOKENS = 4096
 
 @cache
 def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
-    """A token for every byte."""
+    """Returns a tokenizer with one token per byte."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,11 +48,10 @@ def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 class TalkingEngine:
-    """Implements `Engine`. A turn says `say(text of its context)`, a token per step, as far as its limit allows.
+    """An engine with scripted answers. Implements `Engine`.
 
-    It ends with END, unless what it says ends with OTHER_END.
-
-    `log` has every turn that was drawn to its end: the sample with all of its ids, as the engine knows them.
+    A turn generates `say(text of its context)`, one token per step, up to its limit. It ends with END unless the text
+    ends with OTHER_END. `log` has every finished turn: the sample with all ids known to the engine.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class TalkingEngine:
 
 @dataclass
 class Endpoint:
-    """A server that runs, and what is known of it inside."""
+    """A running server with its inner state."""
 
     server: EndpointServer
     engine: TalkingEngine
@@ -161,7 +160,7 @@ class Endpoint:
         return found
 
     def record(self, number: str, **how: Any) -> RecordedSession:
-        """Of a session, which ends."""
+        """Ends a session and returns its record."""
         self.server.end_session(number, "test", **how)
         return next(session for session in self.ended if session.id == number)
 
@@ -183,7 +182,8 @@ def endpoint(
     end_tokens: Collection[int] = (),
     **limits: Any,
 ) -> Iterator[Endpoint]:
-    """Its owner's token is OWNER. Another engine may draw in its place: `drawn_by`."""
+    """Runs an endpoint. OWNER is the token of its owner. `drawn_by` is an engine to use instead of the
+    TalkingEngine."""
     tokenizer = byte_tokenizer(chat_template)
     engine = TalkingEngine(tokenizer, say, num_slots, context_tokens)
     engine.before_step = before_step

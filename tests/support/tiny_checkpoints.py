@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every model family, made by transformers, with samples and what transformers makes of them."""
+"""Tiny checkpoints of every model family, made by transformers, with samples and transformers' results for them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +37,7 @@ SHORT_YARN = {
     "beta_fast": 4.0,
     "beta_slow": 0.25,
 }
-"""Stretched from fewer positions than samples have."""
+"""Its original positions are fewer than the tokens of samples."""
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5}
@@ -82,7 +82,7 @@ DELTA: dict[str, Any] = {
 }
 OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
-        "Gemma2",  # whose scores are bent by eager attention alone
+        "Gemma2",  # only eager attention soft-caps its scores
         {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_implementation": "eager"},
     ),
     "gpt2": ("GPT2", {"n_inner": 96}),
@@ -132,13 +132,16 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Whose numbers backend fsdp is to have. Most are of families without a table."""
+"""Models whose numbers backend fsdp must reproduce. Most belong to families without a table."""
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: float) -> dict[str, str]:
-    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors. The pad token is
-    the one that samples have most often."""
+    """Writes checkpoints and returns their folders by name, with experience.safetensors and expected.safetensors in
+    each.
+
+    The pad token is the most frequent token of the samples.
+    """
     return {name: str(_make(folder / name, *_settings(name, shape))) for name in names}
 
 
@@ -156,7 +159,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros
+            if parameter.dim() == 1:  # norm weights and biases begin as ones and zeros
                 parameter.add_(0.3 * torch.randn_like(parameter))
         model.get_input_embeddings().weight[config.pad_token_id].normal_(std=SHAPE["initializer_range"])  # was zero
     model.save_pretrained(path)
@@ -167,7 +170,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 def _experience() -> dict[str, Tensor]:
-    """12 samples of 5 to 47 tokens, the first third of each a prompt."""
+    """Returns 12 samples of 5 to 47 tokens. The first third of each is its prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(5, 48, (12,), generator=generator)
     num_tokens = int(lengths.sum())
@@ -187,8 +190,10 @@ def _experience() -> dict[str, Tensor]:
 
 
 def _expected(model: Any, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Logits, tempered log-probs, and loss and gradient norm of cases_training.negative_log_likelihood. The pad token
-    is learned as any other token is."""
+    """Returns logits, tempered log-probs, and loss and gradient norm of cases_training.negative_log_likelihood.
+
+    The pad token is learned like any other token.
+    """
     model.get_input_embeddings().padding_idx = None
     lengths, mask = columns["lengths"].tolist(), columns["response_mask"].float()
     logits, logprobs, entropies = [], [], []

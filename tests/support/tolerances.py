@@ -1,4 +1,4 @@
-"""This module has the tolerances with which tests compare floats on every processor."""
+"""Tolerances for comparisons of floats on every processor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,24 +9,24 @@ ADAM_EPS = 1e-4
 """Tests that compare models after updates give this eps to Adam.
 
 Adam divides a gradient by the root of its mean square plus eps. Some gradients are zero except for rounding. With the
-default eps of 1e-8 these weights move by a whole learning rate, and each processor rounds in its own way. 1e-4 is much
-larger than the rounding errors of the gradients in tests. Most of the gradients themselves are larger still.
+default eps of 1e-8 these weights move by a whole learning rate. Each processor rounds in its own way. The value 1e-4 is
+much larger than the rounding errors of the gradients in tests. Most of the gradients themselves are larger still.
 """
 EPS_OF_ACTOR, EPS_OF_CRITIC = (f"{role}.optimizer.eps={ADAM_EPS}" for role in ("actor", "critic"))
-"""These overrides set the same eps in the config of a whole job."""
+"""Overrides that set the same eps in the config of a whole job."""
 
 OF_TOKENS = (
     *("pg_clipfrac", "dual_clipfrac", "value_clipfrac", "covariance_tokens"),
     *("tis_clipped", "rejected_tokens", "replayed_choices_differing"),
 )
 OF_SAMPLES = ("rejected_sequences", "accuracy")
-"""These metrics are the share of response tokens or of samples whose value is beyond a threshold."""
+"""Metrics that are shares of response tokens or of samples beyond a threshold."""
 
 
 def near(
     metrics: Mapping[str, float], *, rel: float, abs: float | None = None, tokens: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """Returns a dict that is equal to metrics which differ from `metrics` by rounding alone.
+    """Returns a dict equal to all metrics that differ from `metrics` only by rounding.
 
     `rel` and `abs` are the tolerances of pytest.approx. A share may differ by one of its `tokens` or `samples`, because
     rounding can move a value across a threshold.

@@ -1,4 +1,4 @@
-"""Runs functions and commands on ranks that torchrun's agents start."""
+"""Runs functions and commands on ranks started by torchrun's agents."""
 
 import faulthandler
 import importlib
@@ -28,7 +28,7 @@ def run_on_two_nodes(
     environments: Sequence[Mapping[str, str]] = ({}, {}),
     timeout_s: float = 100,
 ) -> list[tuple[int, str, str]]:
-    """(exit status, standard output, standard error) of each agent; `program` is what torchrun starts."""
+    """Runs torchrun's `program` and returns (exit status, standard output, standard error) of each agent."""
     port, agents = free_port(), []
     for node in range(2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
@@ -44,7 +44,7 @@ def run_on_two_nodes(
 def run_distributed(
     case: str, num_ranks: int, arguments: dict[str, Any] | None = None, timeout_s: float = 400
 ) -> list[Any]:
-    """Call `case` ("module:function") with `arguments` on every rank; the JSON values it returned, by rank."""
+    """Calls `case` ("module:function") with `arguments` on every rank and returns its JSON results by rank."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command += [__file__, case, json.dumps(arguments or {}), results]
@@ -65,7 +65,7 @@ def _main(case: str, arguments: str, results: str) -> None:
     rank = torch.distributed.get_rank()
     Path(results, f"{rank}.json").write_text(json.dumps(value))
     torch.distributed.barrier()
-    # Without teardown: it aborts where a case has left a receive open on purpose.
+    # Skips teardown: it aborts if a case has left a receive open on purpose.
     os._exit(0)
 
 

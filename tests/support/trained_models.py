@@ -1,4 +1,4 @@
-"""Models in training as ranks of tests build them: process groups, weights, optimizers, gradients and samples."""
+"""Models in training on test ranks: process groups, weights, optimizers, gradients and samples."""
 
 import hashlib
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ def blank_model(
     device: torch.device = CPU,
     **settings: Any,
 ) -> LanguageModel:
-    """Returns Megatron's model of a checkpoint before it has weights; `settings` are keys of the section model."""
+    """Returns Megatron's model of a checkpoint without its weights. `settings` are keys of the section model."""
     return build_model(
         architecture or read_architecture(path),
         grid,
@@ -57,7 +57,7 @@ def blank_model(
 
 
 def megatron_model(path: Path, grid: Grid, groups: ProcessGroups, **settings: Any) -> LanguageModel:
-    """Returns what `blank_model` does, with the checkpoint's weights."""
+    """Returns the model of `blank_model` with the checkpoint's weights."""
     model = blank_model(path, grid, groups, **settings)
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))
     return model
@@ -73,13 +73,13 @@ def in_training(
     max_skipped: int = 0,
     **settings: Any,
 ) -> TrainableModel:
-    """Returns the model with an optimizer whose eps is ADAM_EPS; `settings` are further keys of the section actor."""
+    """Returns the model with an optimizer of eps ADAM_EPS. `settings` are further keys of the section actor."""
     own = {"optimizer": {"eps": ADAM_EPS, **optimizer}, "micro_batch_tokens": max_tokens, **settings}
     return TrainableModel(model, schema.Actor(**own), total_updates=updates, role=role, max_skipped=max_skipped)
 
 
 def summed_gradients(model: TrainableModel, samples: Experience, loss: LossFunction) -> dict[str, Tensor]:
-    """Returns the gradients of what this rank trains, by name, summed over all tokens of all replicas."""
+    """Returns the gradients of this rank's trained parameters, by name, summed over all tokens of all replicas."""
     model.accumulate(samples, loss)
     model.reduction.begin_rest()
     finalize_model_grads(model.chunks, None, pg_collection=model.groups)
@@ -93,7 +93,7 @@ def summed_gradients(model: TrainableModel, samples: Experience, loss: LossFunct
 def gradient_differences(
     model: TrainableModel, folder: Path, samples: Experience, loss: LossFunction, num_tokens: int
 ) -> dict[str, float]:
-    """Returns how far mean gradients of `num_tokens` are from those in a checkpoint, over the largest element there."""
+    """Returns the largest difference of mean gradients from a checkpoint's, relative to the largest element there."""
     expected = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
     load_parameters(folder, model.layout, dist.get_rank(), expected)
     found = summed_gradients(model, samples, loss)
@@ -104,25 +104,25 @@ def gradient_differences(
 
 
 def load_experience(path: Path) -> Experience:
-    """Returns the samples that lie beside a checkpoint of tests."""
+    """Returns the samples stored next to a test checkpoint."""
     columns = load_file(path / "experience.safetensors")
     return Experience(**{**columns, "sample_ids": torch.arange(len(columns["lengths"]))})
 
 
 def of_replica(samples: Experience, grid: Grid) -> Experience:
-    """Returns the share of this rank's replica: each has every so manieth sample."""
+    """Returns the share of this rank's replica: every dp-th sample."""
     dp = grid.coordinates(dist.get_rank()).dp
     return samples.select(torch.arange(samples.num_samples)[dp :: grid.dp])
 
 
 def of_replicas_but_one(samples: Experience, grid: Grid) -> Experience:
-    """Returns the share of this rank's replica, where the last of several replicas has no samples."""
+    """Returns the share of this rank's replica. The last of several replicas has no samples."""
     count = torch.arange(samples.num_samples)
     return samples.select(count[count % max(grid.dp - 1, 1) == grid.coordinates(dist.get_rank()).dp])
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Returns a text that is equal only for equal bits."""
+    """Returns a hash of the bits of the tensors."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy() pins a storage
@@ -130,13 +130,13 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def by_sample(values: Tensor, samples: Experience) -> dict[int, list[float]]:
-    """Returns values of tokens, by the id of their sample."""
+    """Returns the values of tokens by the id of their sample."""
     of_samples = [one.tolist() for one in values.split(samples.lengths.tolist())]
     return dict(zip(samples.sample_ids.tolist(), of_samples, strict=True))
 
 
 def send_away(model: TrainedModel) -> None:
-    """Moves all that a model in training has off the device, but for gradients, which are dropped."""
+    """Moves all memory of a model in training off the device. Gradients are dropped."""
     for name, part in model.parts.items():
         if name != "gradients":
             part.save()

@@ -1,7 +1,9 @@
-"""Training steps of models of Transformer Engine's modules, which stand-ins have, beside those of Megatron's own.
+"""Trains models with Transformer Engine's modules (stand-ins) and with Megatron's own, for comparison.
 
-Run as a script, with the stand-ins on PYTHONPATH: transformer_engine_ranks.py FOLDER. It forks its ranks, each of which
-leaves its results, by case and by model, in FOLDER/RANK.json."""
+    python transformer_engine_ranks.py FOLDER      # with the stand-ins on PYTHONPATH
+
+The script forks its ranks. Each writes its results, by case and by model, to FOLDER/RANK.json.
+"""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 import json
@@ -38,7 +40,7 @@ from tests.support.tolerances import ADAM_EPS
 
 ALL = (0, 1, 2, 3)
 HEADS = MLA(q_rank=8, kv_rank=16, plain_head_dim=16, rope_head_dim=8, value_head_dim=16)
-"""Queries and keys of 24 elements, values of 16: sizes that its kernels have."""
+"""Queries and keys of 24 elements, values of 16: sizes supported by its kernels."""
 YARN = YarnScaling(factor=4.0, original_max_positions=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.5)
 SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_layers": 2}
 MODELS: dict[str, Architecture] = {
@@ -51,7 +53,7 @@ MODELS: dict[str, Architecture] = {
     "qwen3_moe": tiny_architecture("qwen3_moe", num_heads=8, num_kv_heads=2, head_dim=8, **SIZES),
 }
 OF_MODEL: dict[str, dict[str, Any]] = {"rounded": {"fake_quantization": schema.FakeQuantization(group_size=4)}}
-"""Settings of one whatever its layers are."""
+"""Settings of a model for all of its layers."""
 MODELS["rounded"] = MODELS["qwen3_moe"]
 MODELS["further"] = MODELS["deepseek_v3"].predicting()
 MODELS["further of dense"] = tiny_architecture("mimo", qkv_bias=True, head_dim=8, **SIZES).predicting()
@@ -74,12 +76,12 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "groups cp2 ep4 deepep": ("qwen3_moe", Grid(ALL, cp=2, ep=4), DEEPEP),
     "groups pp2 cp2 ep2 by heads": ("qwen3_moe", Grid(ALL, pp=2, cp=2, ep=2), {**BY_HEADS, "recompute": "full"}),
 }
-"""Of which model, how it is cut, and settings of it."""
+"""Model, grid, and settings of each case."""
 REFUSED: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "odd heads": (tiny_architecture("deepseek_v3", head_dim=20, mla=replace(HEADS, plain_head_dim=12), **SIZES), {}),
     "one key head by heads": (tiny_architecture("qwen3", num_kv_heads=1, head_dim=8, **SIZES), BY_HEADS),
 }
-"""What no kernel of it has, of sequences that ranks share out."""
+"""Sequences divided among ranks in ways without a kernel."""
 
 
 def trained(
@@ -91,7 +93,7 @@ def trained(
     transformer_engine: bool,
     **settings: Any,
 ) -> dict[str, Any]:
-    """What some optimizer steps report, and log-probs behind them."""
+    """Returns the reports of some optimizer steps, and the log-probs after them."""
     moe = BALANCED.model_copy(update={"dispatcher": settings.pop("dispatcher", "alltoall")})
     model_module.uses_transformer_engine = lambda *_: transformer_engine
     model_module.activation_settings = lambda of, cuda: activation_settings(of, cuda=transformer_engine)
@@ -146,7 +148,7 @@ def results_on(rank: int, folder: Path) -> dict[str, Any]:
 def refusals(
     architecture: Architecture, path: Path, grid: Grid, groups: ProcessGroups, **settings: Any
 ) -> dict[str, str | None]:
-    """Of rltrain, and of Transformer Engine where nobody asked rltrain."""
+    """Returns the refusals of rltrain, and of Transformer Engine if rltrain is not asked."""
     model = schema.Model(path=str(path), transformer_impl="transformer_engine", **settings)
     found: dict[str, str | None] = {"rltrain": None, "transformer_engine": None}
     try:
@@ -162,12 +164,12 @@ def refusals(
 
 def main(folder: Path) -> None:
     adapt_to_platform()
-    # Of it only what rounds to half precision is left out, so that numbers can be compared.
+    # Removes only the rounding to half precision, so the numbers can be compared.
     attention_rules.HALF_PRECISION += (torch.float32,)
     deep_ep.TYPES += (torch.float32,)
     TEDotProductAttention.cp_stream = object()
     multi_latent_attention.HAVE_TE = True
-    model_module.check_dispatcher = lambda *_: None  # which asks for a GPU
+    model_module.check_dispatcher = lambda *_: None  # it needs a GPU
     model_module.initialize_rng_tracker(inference_rng_tracker=True)
     torch.set_num_threads(1)
     processes = {rank: os.fork() or _run(rank, folder) for rank in ALL}

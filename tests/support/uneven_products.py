@@ -1,7 +1,8 @@
-"""Matrix products whose last bits depend on more than the numbers, as on some processors and on no others.
+"""Matrix products whose last bits depend on more than their numbers, as on some processors.
 
-There the rows of a product come out otherwise in another number of rows, or from memory that begins elsewhere. What is
-said to hold bit for bit has to hold there too; so tests of it make every processor such a one."""
+On those processors the rows of a product depend on the number of rows and on the address of the memory. Bitwise equal
+results must be equal there too. So their tests give every processor this behaviour.
+"""
 
 import warnings
 import zlib
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor
 
 LINE_BYTES = 64
-"""Of memory, to which torch aligns what it allocates."""
+"""Bytes of a memory line. torch aligns its allocations to it."""
 
 
 @contextmanager
 def uneven_products() -> Iterator[None]:
-    """Within, float products on the CPU are up to 8 units in the last place off, according to the factors' shapes and
-    places in a line of memory."""
+    """Makes float products on the CPU wrong by up to 8 units in the last place.
+
+    The error depends on the shapes of the factors and on their places in a line of memory.
+    """
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings(action="ignore"):  # torch's, that operations have an implementation already
+    with warnings.catch_warnings(action="ignore"):  # torch warns about replaced implementations
         for name in ("mm", "bmm", "addmm", "baddbmm"):
             library.impl(name, partial(_product, getattr(torch.ops.aten, name).out), "CPU")
         library.impl("addmm_", _add_product, "CPU")

@@ -1,4 +1,4 @@
-"""Environments as users write them, for test_environments.py and test_environment_registry.py."""
+"""Users' environments, for test_environments.py and test_environment_registry.py."""
 
 import asyncio
 import os
@@ -13,7 +13,8 @@ from rltrain.environments.interface import Action, Row, StepResult, TokenIds, Tr
 
 
 class Counting:
-    """A batch. Every turn is worth its length and is repeated with its number; one of "stop" is the last."""
+    """A batch of episodes. The reward of a turn is its length, and the reply repeats it with its number. "stop" ends
+    it."""
 
     def __init__(self, greeting: str = "hello") -> None:
         self.greeting = greeting
@@ -34,7 +35,7 @@ class Counting:
 
 
 class Remembering(Counting):
-    """Whose episodes can go on elsewhere."""
+    """Episodes that can continue elsewhere."""
 
     def get_state(self) -> Any:
         return self.num_turns
@@ -46,7 +47,7 @@ class Remembering(Counting):
 
 
 class Heavy:
-    """One episode of a simulator that is on the device, or away."""
+    """One episode of a simulator that can leave the device."""
 
     def __init__(self) -> None:
         self.place = "device"
@@ -67,7 +68,7 @@ class Heavy:
 
 
 class Misbehaving:
-    """One episode, which does as it is told."""
+    """One episode that misbehaves on command."""
 
     def reset(self, row: Row, seed: int) -> str:
         if "reset" in row:
@@ -78,7 +79,7 @@ class Misbehaving:
         return self.obey(action.text, {})
 
     def obey(self, order: str, row: Mapping[str, Any]) -> Any:
-        """A method of that name, or a turn as any other."""
+        """Calls the method of that name, or plays a usual turn."""
         method = getattr(self, order.replace(" ", "_"), None)
         return method(row) if method else (f"did {order}", 1.0, order == "stop")
 
@@ -129,7 +130,7 @@ class Misbehaving:
 
 
 class Awaiting:
-    """Coroutines. The first of a pair of episodes goes on once the second has come."""
+    """An episode of coroutines. The action "first" of one episode waits for the action "second" of another."""
 
     waiting: asyncio.Event | None = None
 

@@ -1,4 +1,4 @@
-"""Losses and advantages as users write them, for test_own_functions."""
+"""Users' losses and advantages, for test_own_functions."""
 
 import numpy as np
 import torch
@@ -38,14 +38,14 @@ def raises(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor
 
 
 def centred_over_step(rewards: Tensor, groups: Tensor) -> Tensor:
-    assert groups.tolist() == sorted(groups.tolist()), "a prompt's samples stand together"
+    assert groups.tolist() == sorted(groups.tolist()), "samples of a prompt are consecutive"
     return rewards - rewards.mean() + 0.001 * groups
 
 
 def returns_less_mean(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, gamma: float = 0.5, **more: object
 ) -> tuple[Tensor, Tensor]:
-    """Rewards still to come, discounted, less the step's mean reward; `index` alone tells prompts apart."""
+    """Returns discounted rewards still to come, less the step's mean reward. Only `index` distinguishes prompts."""
     to_go = torch.zeros_like(token_level_rewards)
     after = torch.zeros(len(index))
     for column in range(to_go.shape[1] - 1, -1, -1):

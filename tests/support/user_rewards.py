@@ -1,4 +1,4 @@
-"""Reward functions as a careless user writes them, for test_rewards."""
+"""Careless users' reward functions, for test_rewards."""
 
 import json
 import os
@@ -12,7 +12,7 @@ HANG = "a" * 60 + "!"
 
 
 def misbehave(prompt: str, response: str, label: str) -> object:
-    """Whatever the response asks for."""
+    """Misbehaves in the way named by the response."""
     if response == "loop":
         while True:
             pass
@@ -95,7 +95,7 @@ def with_names_of_its_own(question: str, _: str, gold: str) -> str:
 
 
 def tensor_of_size(prompt: str, response: str, label: str) -> object:
-    """As many elements as the response says, as tensors come out of reward models."""
+    """Returns a tensor with as many elements as the response says, like a reward model."""
     import torch
 
     return torch.full((int(response),), 0.75)
@@ -105,7 +105,7 @@ loaded: list[str] = []
 
 
 def loading_at_first(prompt: str, response: str, label: str) -> float:
-    """Takes its time over the first call in a process."""
+    """Takes long for the first call in a process."""
     if not loaded:
         time.sleep(3)
         loaded.append("a model")
@@ -113,7 +113,7 @@ def loading_at_first(prompt: str, response: str, label: str) -> float:
 
 
 def chatty(prompt: str, response: str, label: str) -> float:
-    """Prints, and reads what nobody types."""
+    """Prints, and reads standard input."""
     print("scoring", prompt, flush=True)
     os.system("echo from a child")
     return float(len(sys.stdin.read()) == 0)
@@ -125,5 +125,5 @@ def process_id_after_a_while(prompt: str, response: str, label: str) -> int:
 
 
 def whole(prompt: str, response: str, label: str, *, separator: str = "|") -> float:
-    """1 if the response quotes its prompt and label exactly."""
+    """Returns 1 if the response quotes its prompt and label exactly."""
     return float(response == separator.join((prompt, label)))

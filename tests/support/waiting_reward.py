@@ -1,4 +1,4 @@
-"""A reward function of tests that answers once training has come to a step: in vain where training waits for it."""
+"""A reward function that waits for training to reach a step. It waits forever if training waits for it."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 RUN = "RLTRAIN_TEST_RUN"
 """Environment variable: the output_dir of the run."""
 STEP = "RLTRAIN_TEST_STEP"
-"""The step whose record it waits for."""
+"""Environment variable: the step whose record it waits for."""
 
 
 def once_trained(prompt: str, response: str, label: str | None) -> float:

@@ -1,4 +1,4 @@
-"""Worlds of ranks that run once for a whole file of tests, and what their ranks reported."""
+"""Worlds of ranks that run once per test file, and the reports of their ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,27 +9,27 @@ import pytest
 from tests.support.torchrun import run_distributed
 
 Ranks = list[dict[str, Any]]
-"""What every rank reported, by name."""
+"""The report of every rank, by name."""
 
 
 def made_once(make: Callable[[Path], Any]) -> Any:
-    """Returns a fixture with what `make` makes in a new folder, once for a file of tests."""
+    """Returns a fixture with the result of `make` in a new folder, made once per test file."""
     return pytest.fixture(scope="module")(lambda tmp_path_factory: make(tmp_path_factory.mktemp("once")))
 
 
 def world(case: str, num_ranks: int = 4, timeout_s: float = 300, **arguments: Any) -> Any:
-    """Returns a fixture with what `case` of tests/distributed reports on every rank."""
+    """Returns a fixture with the reports of `case` of tests/distributed on every rank."""
     return made_once(lambda folder: run_case(case, num_ranks, timeout_s, **arguments))
 
 
 def run_case(case: str, num_ranks: int = 4, timeout_s: float = 300, **arguments: Any) -> list[Any]:
-    """Returns what `case` ("module:function" of tests/distributed) reports on every rank."""
+    """Returns the reports of `case` ("module:function" of tests/distributed) on every rank."""
     given = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
     return run_distributed(f"tests.distributed.{case}", num_ranks, given, timeout_s)
 
 
 def reports(ranks: Ranks, name: str) -> list[Any]:
-    """Returns what the ranks reported that took part in `name`, of which there must be some."""
+    """Returns the reports on `name` of all ranks that took part. Fails if there are none."""
     found = [rank[name] for rank in ranks if rank.get(name) is not None]
     assert found, f"no rank reported {name}"
     return found

@@ -1,5 +1,8 @@
-"""Stands in for DeepEP where there is no GPU: its buffer over any process group, by the calls of megatron-core 0.16.1
-and the signatures of DeepEP's buffers/legacy.py. What DeepEP has no kernels for is refused: types, numbers of ranks."""
+"""A stand-in for DeepEP without a GPU: its buffer over any process group.
+
+It takes the calls of megatron-core 0.16.1 and has the signatures of DeepEP's buffers/legacy.py. It refuses types and
+numbers of ranks without DeepEP kernels.
+"""
 
 from typing import Any
 
@@ -49,7 +52,8 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
-        """Tokens to each rank, none over RDMA, tokens to each expert, whether a token goes to a rank, and an event."""
+        """Returns five values: tokens to each rank, none over RDMA, tokens to each expert, whether a token goes to a
+        rank, and an event."""
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous()
         visits = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         visits.scatter_(1, topk_idx.where(topk_idx >= 0, num_experts), True)
@@ -74,7 +78,8 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, ...]:
-        """Tokens of all ranks that go to this one, with numbers of its own experts (-1: others') and their weights."""
+        """Returns the tokens of all ranks for this one, with the numbers of its own experts (-1: others') and their
+        weights."""
         _check(x)
         if handle is not None:
             assert topk_idx is None and topk_weights is None
@@ -105,7 +110,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sums over ranks of what they made of a token, back on the rank that had sent it."""
+        """Returns the sums of the expert outputs of all ranks, on the rank of each token."""
         _check(x)
         weights = None if topk_weights is None else self._summed(topk_weights, handle)
         return self._summed(x, handle), weights, EventOverlap(EventHandle())

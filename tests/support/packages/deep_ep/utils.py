@@ -1,4 +1,4 @@
-"""Events, which nothing is waited for with here."""
+"""Events. Waiting for them does nothing here."""
 
 
 class EventHandle:

@@ -1,7 +1,7 @@
-"""Stands in for Transformer Engine 2.20 where there is no GPU: which parameters its modules make of which arguments.
+"""A stand-in for Transformer Engine 2.20 without a GPU: its modules make the same parameters from the same arguments.
 
-Modules of it that are not here exist when they are imported; what is taken from them are classes that can be derived
-from, and nothing else. Linear layers compute where they are not cut; no other module here does.
+Modules missing here can be imported, and their names are classes for subclassing only. Uncut linear layers compute;
+other modules of this package do not.
 """
 
 import importlib
@@ -15,14 +15,14 @@ __version__ = "2.20.2"
 
 
 class Absent:
-    """What megatron-core names and a model of ours must not use."""
+    """A class named by megatron-core. rltrain's models must not use it."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} of Transformer Engine is not in the stand-in")
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
-        """Of autograd's functions."""
+        """Replaces `apply` of autograd functions."""
         cls()
 
 
@@ -36,7 +36,7 @@ class AbsentModule(ModuleType):
 
 
 class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last, so that it is asked for what has no file here."""
+    """Finds modules without a file here. It must come last among the finders."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         inside = name.startswith(f"{__name__}.")

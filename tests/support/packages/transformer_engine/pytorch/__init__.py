@@ -1,5 +1,7 @@
-"""The modules that hold parameters, by the arguments that megatron-core 0.16.1 gives constructors and calls. They are
-computed in the plainest way, with megatron-core's collectives."""
+"""The modules with parameters, by the arguments that megatron-core 0.16.1 gives to constructors and calls.
+
+They compute in the plainest way, with megatron-core's collectives.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Parallel(Module):
-    """Shares of in_features or out_features, where TP is not left to the caller (parallel_mode None)."""
+    """Holds a share of in_features or out_features, unless TP is left to the caller (parallel_mode None)."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class _Parallel(Module):
     ) -> None:
         super().__init__()
         assert parallel_mode in ("column", "row", None) and not (return_bias and not bias)
-        assert not fuse_wgrad_accumulation, "is not in the stand-in"
-        # The group's size wins over the argument.
+        assert not fuse_wgrad_accumulation, "gradient accumulation fusion is not in the stand-in"
+        # The group's size takes precedence over the argument.
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.in_features, self.out_features = in_features, out_features
         if parallel_mode == "column":
@@ -62,7 +64,7 @@ class _Parallel(Module):
         self.register_parameter(name, Parameter(torch.empty(shape, **self._made)))
 
     def _register_weight(self, number: int | str = "") -> None:
-        """Marked as a shard whether it is one or not, as Transformer Engine does."""
+        """Marks the weight as a shard in every case, as Transformer Engine does."""
         self._register(f"weight{number}", self.out_features, self.in_features)
         weight = getattr(self, f"weight{number}")
         weight.tensor_model_parallel, weight.partition_stride = True, 1
@@ -71,7 +73,10 @@ class _Parallel(Module):
             self._register(f"bias{number}", self.out_features)
 
     def _product(self, x: Tensor) -> Any:
-        """`x` [tokens (of this rank), ..., in_features]. Collective over: the tensor-parallel group."""
+        """Multiplies `x` by the weight. `x` has shape [tokens (of this rank), ..., in_features].
+
+        Collective over: the tensor-parallel group.
+        """
         assert x.dtype == self.weight.dtype and x.size(-1) == self.in_features
         bias = self.bias if self.use_bias else None
         taken, given = _collectives(self.sequence_parallel)
@@ -86,8 +91,8 @@ class _Parallel(Module):
 
 
 def _collectives(sequence_parallel: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Before and behind a product that tensor-parallel ranks share."""
-    from megatron.core.tensor_parallel import mappings  # which imports this package
+    """Returns the collectives before and after a product of tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import mappings  # it imports this package
 
     if sequence_parallel:
         return mappings.gather_from_sequence_parallel_region, mappings.reduce_scatter_to_sequence_parallel_region
@@ -126,8 +131,11 @@ class LayerNormLinear(_Parallel):
         self._register_weight()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """The output, alone or followed by the bias and by the normed inputs of this rank, as it was told; it looks at
-        each call."""
+        """Returns the output, alone or followed by the bias and by this rank's normed inputs, depending on the
+        settings.
+
+        The settings are read at each call.
+        """
         assert inp.dtype == self.layer_norm_weight.dtype
         normed = rms_norm(inp, (self.in_features,), self.layer_norm_weight, self.eps)
         made = self._product(normed)
@@ -147,13 +155,15 @@ class GroupedLinear(_Parallel):
             self._register_weight(number)
 
     def _get_weight_tensors(self) -> list[Tensor]:
-        """What its products take, by which others put in what they like."""
+        """Returns the weights of its products. Callers replace this method to use other weights."""
         return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
-        """`inp` [tokens of one expert after those of the other, in_features]."""
+        """`inp` has the tokens of one expert after those of the other, shape [tokens, in_features]."""
         assert not self.use_bias and len(m_splits) == self.num_gemms and sum(m_splits) == len(inp)
-        assert self.parallel_mode is None or self.tp_size == 1, "is left to the dispatcher of tokens"
+        assert self.parallel_mode is None or self.tp_size == 1, (
+            "tensor parallelism of experts is left to the token dispatcher"
+        )
         shares = inp.split([int(size) for size in m_splits])
         return torch.cat([linear(x, weight) for x, weight in zip(shares, self._get_weight_tensors(), strict=True)])
 

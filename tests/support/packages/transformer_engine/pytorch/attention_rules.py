@@ -1,6 +1,8 @@
-"""Attention as Transformer Engine 2.20 takes it over packed sequences, which may be shared out among ranks: what it
-refuses is refused (dot_product_attention.py, utils.get_attention_backend and context_parallel.py of it, and
-fused_attn.cpp), and what it takes is computed in the plainest way, in the precision that it comes in."""
+"""Attention by the rules of Transformer Engine 2.20 over packed sequences, with optional context parallelism.
+
+Refuses the inputs that Transformer Engine refuses: see dot_product_attention.py, utils.get_attention_backend,
+context_parallel.py and fused_attn.cpp there. Other inputs are computed in the plainest way, in their own precision.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +13,13 @@ from torch.distributed import get_process_group_ranks
 from torch.nn import Module
 
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
-"""Of every kernel that there is for sequences that are shared out: cuDNN's, and those of flash-attn 2 and 3."""
+"""Limits of all kernels for context parallelism: those of cuDNN and of flash-attn 2 and 3."""
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 RING, ALL_GATHER, BY_HEADS, BOTH = "p2p", "all_gather", "a2a", "a2a+p2p"
 
 
 class DotProductAttention(Module):
-    """Has no parameters. `kv_channels` are elements of a head of keys and, where it differs, of values."""
+    """Has no parameters. `kv_channels` are the elements per head of keys, or a pair (keys, values)."""
 
     def __init__(
         self,
@@ -52,13 +54,13 @@ class DotProductAttention(Module):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Elements of keys and of values, which Megatron changes for a call while it pads values."""
+        """The elements per head of keys and of values. Megatron changes them during a call while it pads values."""
         return self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = RING
     ) -> None:
-        """Refuses context parallelism of which it is not told all, or told as it would not understand."""
+        """Asserts complete and known settings of context parallelism."""
         if cp_group is not None:
             assert cp_global_ranks == get_process_group_ranks(cp_group) and cp_stream is not None
             assert cp_comm_type in (RING, ALL_GATHER, BY_HEADS, BOTH)
@@ -80,8 +82,11 @@ class DotProductAttention(Module):
         attn_mask_type: str | None = None,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """query [rows of this rank, heads, head_dim], key and value [rows, kv heads, ...] -> [rows, heads * head_dim of
-        values]. Collective over: the ranks that share sequences out."""
+        """Returns the attention output, shape [rows, heads * head_dim of values].
+
+        `query_layer` has shape [rows of this rank, heads, head_dim], `key_layer` and `value_layer` [rows, kv heads,
+        ...]. Collective over: the context-parallel ranks.
+        """
         self._check_tensors(query_layer, key_layer, value_layer)
         assert qkv_format == "thd" and attn_mask_type == "padding_causal" and attention_mask is None
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None and max_seqlen_q == max_seqlen_kv
@@ -90,7 +95,7 @@ class DotProductAttention(Module):
         assert max(lengths) <= (max_seqlen_q or 0)
         whole = [query_layer, key_layer, value_layer]
         if self.num_shares > 1:
-            # Of the same object it knows that nothing lies between sequences, which flash-attn 2 would not skip.
+            # The same object means no padding between sequences. flash-attn 2 would not skip padding.
             assert cu_seqlens_q_padded is cu_seqlens_q and cu_seqlens_kv_padded is cu_seqlens_kv
             self._check_shares(query_layer, key_layer, lengths)
             places = self._places(lengths)
@@ -114,8 +119,11 @@ class DotProductAttention(Module):
         assert key.size(-2) == self.num_gqa_groups_per_partition
 
     def _check_shares(self, query: Tensor, key: Tensor, lengths: list[int]) -> None:
-        """Keys and values of other sizes than queries go in every way, as far as kernels have the sizes; heads go in
-        whole shares alone."""
+        """Checks sizes for context parallelism.
+
+        Keys and values may differ in size from queries in every method if kernels support the sizes. All-to-all needs
+        whole shares of heads.
+        """
         if query.dtype not in HALF_PRECISION or any(
             size % HEAD_MULTIPLE or size > LARGEST_HEAD for size in self.head_dims
         ):
@@ -128,7 +136,7 @@ class DotProductAttention(Module):
             )
 
     def _places(self, lengths: list[int]) -> Tensor:
-        """[rows of all ranks, one's after the other] the place of each among all tokens."""
+        """Returns the place of each row among all tokens. Rows of all ranks follow rank by rank."""
         numbers = torch.arange(sum(lengths)).split(lengths)
         slices = [sequence.chunk(2 * self.num_shares) for sequence in numbers]
         return torch.cat(
@@ -137,7 +145,7 @@ class DotProductAttention(Module):
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """[tokens, heads, head_dim of values] of whole sequences that follow each other."""
+    """Returns the output for consecutive whole sequences, shape [tokens, heads, head_dim of values]."""
     copies = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     outputs = []

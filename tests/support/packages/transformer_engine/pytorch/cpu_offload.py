@@ -1,4 +1,4 @@
-"""Megatron asks for a context whether or not anything is offloaded."""
+"""Megatron asks for this context even without offloading."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,3 +1,3 @@
-"""Megatron takes torch's where it cannot import these."""
+"""Raises ImportError, so that Megatron uses torch's optimizers."""
 
 raise ImportError("Transformer Engine's optimizers are not in the stand-in")

@@ -1,4 +1,4 @@
-"""Of it megatron-core takes what rotates heads, and what takes them apart; the rest is absent."""
+"""The two parts used by megatron-core: rotating heads and splitting tensors. The rest is absent."""
 
 from importlib import import_module
 from typing import Any

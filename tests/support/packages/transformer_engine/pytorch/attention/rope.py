@@ -1,4 +1,4 @@
-"""Rotation of heads in packed sequences, of which a rank may have two slices each."""
+"""Rotation of heads in packed sequences. A rank may have two slices of each sequence."""
 
 from importlib import import_module
 from typing import Any
@@ -23,8 +23,10 @@ def apply_rotary_pos_emb(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """`t` [rows of this rank, heads, head_dim], angles `freqs` [positions, 1, 1, head_dim] in fp32; `cu_seqlens` are of
-    whole sequences."""
+    """Rotates `t` [rows of this rank, heads, head_dim] by `freqs` [positions, 1, 1, head_dim] in fp32.
+
+    `cu_seqlens` are of whole sequences.
+    """
     assert tensor_format == "thd" and fused and not interleaved and t.dim() == 3 and freqs.dtype == torch.float32
     positions = []
     for length in cu_seqlens.diff().tolist():
