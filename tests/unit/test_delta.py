@@ -436,7 +436,7 @@ def test_what_changed_since_a_run_that_failed_is_not_sent() -> None:
     coder = Coder(steps_of(0), CPU, DeltaSettings())
     coder.begin(whole=True)
     coder.finish()
-    coder.begin(whole=False)  # and does not come to its end
+    coder.begin(whole=False)  # does not finish
     with pytest.raises(SyncError, match="did not come to its end"):
         coder.begin(whole=False)
 
@@ -487,7 +487,7 @@ def test_everything_is_sent_first_every_so_often_and_where_it_was_lost() -> None
     assert taken(turns, 5) == [WHOLE_TURN, CHANGES_TURN, CHANGES_TURN, WHOLE_TURN, CHANGES_TURN]
     assert turns.next(lost=True) is WHOLE_TURN
     turns.finished(WHOLE_TURN)
-    assert turns.next(lost=False) is CHANGES_TURN  # and does not come to its end
+    assert turns.next(lost=False) is CHANGES_TURN  # does not finish
     assert turns.next(lost=False) is WHOLE_TURN
 
 
