@@ -1,4 +1,4 @@
-"""Advantages of groups and of critics, and what is taken off rewards for KL and for length."""
+"""Tests of group and critic advantages, and of the penalties for KL and length."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ WEIGHTS = (0.5, -2.0)
 
 @dataclass(frozen=True)
 class Row:
-    """A sample: its mask says of each token whether it is trained on."""
+    """A sample. `mask` marks its trained tokens."""
 
     group: int
     episode: int
@@ -57,7 +57,7 @@ def of(name: str, **advantages: object) -> Algorithm:
 
 
 def packed(rows: Sequence[Row]) -> Experience:
-    """Trajectories of an episode after its first are SIBLINGS_APART."""
+    """Packs the rows. Further trajectories of an episode get ids at distances of SIBLINGS_APART."""
     seen = Counter[int]()
     ids = []
     for row in rows:
@@ -82,7 +82,7 @@ MASKS = st.lists(st.booleans(), min_size=1, max_size=4).map(lambda mask: (False,
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Row]:
-    """One to three groups of one to five episodes of one to three trajectories."""
+    """Draws one to three groups of one to five episodes of one to three trajectories each."""
     result = []
     numbers = itertools.count()
     for group in range(draw(st.integers(1, 3))):
@@ -288,13 +288,13 @@ CHANCES = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 
 
 def best_of_two(chances: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """E[max of k = 2 rewards] by enumeration, over k: a factor that the advantages leave out."""
+    """Returns E[max of k = 2 rewards] / k by enumeration. The advantages leave out the factor k."""
     pairs = itertools.product(range(len(rewards)), repeat=2)
     return sum(chances[a] * chances[b] * max(rewards[a], rewards[b]) for a, b in pairs) / 2  # type: ignore[return-value]
 
 
 def log_likelihood(chances: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Of success: -sum over m < n of (1 - p)^m / m, the Maclaurin series of log p up to order n - 1."""
+    """Returns the Maclaurin series of log p up to order n - 1, -sum over m < n of (1 - p)^m / m, for p of success."""
     fails = 1 - chances @ rewards
     return -sum(fails**m / m for m in range(1, NUM_DRAWN))  # type: ignore[return-value]
 
@@ -309,7 +309,7 @@ def log_likelihood(chances: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor
     ],
 )
 def test_the_expected_gradient_is_that_of_the_objective(name, advantages, rewards, objective) -> None:  # type: ignore[no-untyped-def]
-    """Over all that a policy of three responses may draw: E[1/n sum of A_i grad log p_i]."""
+    """Computes E[1/n sum of A_i grad log p_i] over all draws from a policy with three responses."""
     draws = [*itertools.product(range(3), repeat=NUM_DRAWN)]
     samples = [
         Row(group, NUM_DRAWN * group + place, (True,), rewards[response])
@@ -350,7 +350,7 @@ def test_no_samples() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "maxrl", "pass_at_k", "gdpo", "remax"])
 def test_the_gradient_is_that_of_reinforce_where_samples_are_on_policy(name: str) -> None:
-    """d loss / d log p = -A over the number of response tokens, and 0 elsewhere."""
+    """Expects d loss / d log p = -A / (number of response tokens), and 0 on all other tokens."""
     samples = [
         Row(0, 0, (False, True, True), 1.0, (1.0, 0.0)),
         Row(0, 1, (True, False, True), 0.0, (0.0, 3.0)),
@@ -377,7 +377,7 @@ def estimation_of(kl_coef: float | None = None, **sections: object) -> Advantage
 
 
 def scored(*lengths: int, truncated: tuple[int, ...] = (), kl: float = 0.0) -> Experience:
-    """Two samples to a group, each with a prompt of one token, and its place as its reward."""
+    """Returns groups of two samples with one prompt token each. A sample's reward is its index."""
     experience = packed_experience([(1, length) for length in lengths])
     return experience.with_fields(
         rewards=torch.arange(len(lengths)).float(),
@@ -387,7 +387,7 @@ def scored(*lengths: int, truncated: tuple[int, ...] = (), kl: float = 0.0) -> E
 
 
 def twice(values: torch.Tensor) -> torch.Tensor:
-    """Over two replicas that have the same."""
+    """Sums over two replicas with equal values."""
     return 2 * values
 
 
@@ -401,7 +401,7 @@ def test_without_shaping_nothing_is_asked_of_others_and_rewards_stay() -> None:
     [found] = chunks(estimation, scored(2, 2))
     assert found.rewards.tolist() == [0.0, 1.0]
     assert found.advantages.tolist() == [0, -0.5, -0.5, 0, 0.5, 0.5]
-    assert estimation.end_step(lambda values: pytest.fail("a collective for nothing")) == {}
+    assert estimation.end_step(lambda values: pytest.fail("an unnecessary collective")) == {}
 
 
 def test_overlong_responses_are_penalised_before_they_are_compared() -> None:
@@ -418,7 +418,7 @@ def test_truncated_samples_are_compared_with_and_not_trained_on() -> None:
     [found] = chunks(estimation, scored(2, 2, 0, truncated=(1, 2)))
     assert found.response_mask.tolist() == [False, True, True, False, False, False, False]
     assert found.advantages[found.response_mask].tolist() == [-0.5, -0.5]
-    assert estimation.end_step(twice) == {"masked_truncated": 2}, "what has no response is not counted"
+    assert estimation.end_step(twice) == {"masked_truncated": 2}, "a sample without a response does not count"
 
 
 @pytest.mark.parametrize("kl", [0.1, 0.11, 0.095, 0.05, 9.0, -3.0])
@@ -468,7 +468,7 @@ FRACTIONS = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 
 def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Each advantage as the sum of all temporal differences that follow it, O(n^2)."""
+    """Computes each advantage as the discounted sum of all temporal differences from its token on, in O(n^2)."""
     next_values = [*values[1:], 0.0]
     deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, next_values, strict=True)]
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
@@ -501,7 +501,7 @@ def expected_of(
 def test_equals_the_definition(
     shape: list[tuple[int, int]], gamma: float, lam: float, penalised: bool, turns: bool, seed: int
 ) -> None:
-    """Also where environments speak between turns, which have rewards of their own at their ends."""
+    """Covers tokens of the environment between turns, and rewards at the ends of turns."""
     experience, generator = packed_experience(shape, seed), torch.Generator().manual_seed(seed)
     token_rewards = torch.randn(experience.num_tokens, generator=generator) * penalised
     if turns:
@@ -546,7 +546,7 @@ def test_equal_advantages_whiten_to_zero(num_tokens: int) -> None:
 
 
 def experience_of(actor_logprobs: torch.Tensor | None = None) -> Experience:
-    """Responses of two and one tokens, and a sample without one."""
+    """Returns responses of two and one tokens, and a sample without a response."""
     return Experience(
         group_ids=torch.tensor([0, 0, 0]),
         lengths=torch.tensor([3, 2, 1]),
@@ -600,7 +600,7 @@ def test_the_coefficient_is_never_negative_and_stays_where_nothing_adapts_it() -
 
 
 def plain_penalty(length: int, longest: int, buffer: int) -> float:
-    """Yu et al. 2025, equation 13."""
+    """Implements equation 13 of Yu et al. 2025."""
     if length <= longest - buffer:
         return 0.0
     return ((longest - buffer) - length) / buffer if length <= longest else -1.0

@@ -1,4 +1,4 @@
-"""What each algorithm needs and makes of a batch, the estimators of KL, and functions of the user's in their place."""
+"""Tests of the inputs and advantages of each algorithm, of the KL estimators, and of user functions in their place."""
 
 import math
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():
 def test_without_whitening_a_step_is_as_it_was_and_nobody_is_asked(algorithm):
     experience = samples()
     assert not algorithm.needs_whole_step()
-    nothing = Replicas(lambda sums: pytest.fail("a collective for nothing"))
+    nothing = Replicas(lambda sums: pytest.fail("an unnecessary collective"))
     assert algorithm.over_whole_step(experience, nothing) is experience
 
 
@@ -122,7 +122,7 @@ WEIGHTS = [None, {"high": 1.2}, {"method": "icepop", "low": 0.8, "high": 1.5, "l
 
 
 def with_squares(shape: list[tuple[int, int]], seed: int = 0) -> Experience:
-    """What a vocabulary of 5 gives."""
+    """Adds log-probs and sums of squared probabilities from a random policy over 5 tokens."""
     experience = packed_experience(shape, seed)
     generator = torch.Generator().manual_seed(seed)
     probabilities = (3 * torch.randn(experience.num_tokens, 5, generator=generator)).softmax(1)
@@ -130,7 +130,7 @@ def with_squares(shape: list[tuple[int, int]], seed: int = 0) -> Experience:
 
 
 def written_out(experience: Experience, penalty: torch.Tensor | None, correction: dict[str, Any] | None) -> list[float]:
-    """By loops: of every response token what is still to come of the reward less the weighed mean at its place."""
+    """Computes by loops, for every response token, the reward still to come minus the weighted mean at its position."""
     advantages = [0.0] * experience.num_tokens
     offsets, places, energies, to_go = experience.offsets().tolist(), [], [], []
     for sample in range(experience.num_samples):
@@ -178,8 +178,8 @@ def test_every_token_has_the_baseline_of_its_place(
 
 
 def test_it_has_the_least_variance_of_all_constants() -> None:
-    """Over one token of a vocabulary of 4, each as often as the policy draws it: no other baseline gives the gradient
-    by the logits, (r - b) (one_hot - p), a smaller variance."""
+    """Compares constant baselines on one token of a vocabulary of 4, with samples in proportion to the policy. No other
+    baseline gives the gradient by the logits, (r - b) (one_hot - p), a smaller variance."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     rewards = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     drawn = torch.repeat_interleave(torch.arange(4), torch.tensor([4, 3, 2, 1]))
@@ -216,7 +216,7 @@ VOCAB = 7
 
 
 def distributions(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits of the actor, with a gradient, and log-probs of a teacher."""
+    """Returns the actor's logits, with a gradient, and a teacher's log-probs, both of shape [rows, VOCAB]."""
     generator = torch.Generator().manual_seed(seed)
     logits, teacher = torch.randn(2, rows, VOCAB, generator=generator, dtype=torch.float64) * 2
     return logits.requires_grad_(), teacher.log_softmax(1)
@@ -320,7 +320,7 @@ def test_the_forward_kl_is_a_bounded_term_of_the_loss(shape: list[tuple[int, int
 @pytest.mark.parametrize("settings", [{"where": "loss"}, {"where": "loss", "top_k": 4}, {"where": "advantage"}])
 @pytest.mark.parametrize("shape", [[(2, 3), (1, 2)], [(2, 0), (1, 4)], []])
 def test_the_term_of_the_loss(settings: dict[str, Any], shape: list[tuple[int, int]]) -> None:
-    """Sums over response tokens alone, whatever stands elsewhere, beside the policy's own loss."""
+    """The term adds to the policy loss. Only response tokens count, even if other tokens hold inf or NaN."""
     teacher, top_k = Teacher(coef=0.7, **settings), settings.get("top_k", 0)
     experience = packed_experience(shape)
     experience = with_teacher(experience.with_fields(advantages=torch.randn(experience.num_tokens)), top_k)
@@ -344,7 +344,7 @@ def test_the_term_of_the_loss(settings: dict[str, Any], shape: list[tuple[int, i
 
 
 def test_the_divergence_from_the_reference_and_from_the_teacher_stand_beside_each_other() -> None:
-    """Each asks for tokens of its own."""
+    """The reference and the teacher each request their own tokens."""
     experience = packed_experience([(1, 3), (2, 2)])
     ids = {"reference": torch.arange(VOCAB).expand(experience.num_tokens, -1), "teacher": torch.randint(VOCAB, (8, 3))}
     told = {role: torch.randn(8, VOCAB).log_softmax(1).gather(1, of_role) for role, of_role in ids.items()}
@@ -376,7 +376,7 @@ NORMALIZATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 
 
 def result_of(settings: schema.Loss, experience: Experience) -> tuple[float, float, list[float]]:
-    """Loss, divisor and gradient."""
+    """Returns the loss, the divisor and the gradient."""
     present = present_logprobs(experience)
     output = policy_loss(settings, 9)(experience, present, torch.zeros_like(present))
     (gradient,) = torch.autograd.grad(output.loss, present)
@@ -431,7 +431,7 @@ def test_what_cannot_be_called_or_taken_is_refused(function: str, correction: di
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=5), st.randoms())
 def test_rows_hold_every_response_and_give_it_back(shape: list[tuple[int, int]], random: Any) -> None:
-    """Also where what was observed lies between the turns of a response."""
+    """Covers responses with observed tokens between their turns."""
     experience = packed_experience([(prompt + 1, response) for prompt, response in shape])
     observed = torch.tensor([random.random() < 0.3 for _ in range(experience.num_tokens)])
     experience = experience.with_fields(response_mask=experience.response_mask & ~observed)
@@ -446,7 +446,7 @@ def test_rows_hold_every_response_and_give_it_back(shape: list[tuple[int, int]],
 
 
 def parts_of_step() -> list[Experience]:
-    """Two replicas, of which the first has two chunks; groups are numbered within a chunk."""
+    """Returns the parts of two replicas. The first has two chunks. Groups are numbered within a chunk."""
     shapes = ([(1, 3), (2, 1)], [(1, 2), (1, 4)], [(2, 2), (1, 5)])
     ids = (torch.tensor([4, 5]), torch.tensor([0, 1]), torch.tensor([2, 3]))
     made = [
@@ -462,7 +462,7 @@ def own_algorithm(function: str, **advantages: Any) -> Any:
 
 
 def over_step(algorithm: Any, parts: list[Experience]) -> list[Tensor]:
-    """Of each replica, what becomes of its samples; tensors are gathered in the order in which all ask for them."""
+    """Returns the advantages of each replica. The gathered tensors come in the order of the requests."""
     begun = [algorithm.with_advantages(part) for part in parts]
     names = ("sample_ids", "lengths", "advantages", "response_mask")
     columns = [torch.cat([getattr(one, name) for one in begun]) for name in names]
@@ -483,7 +483,7 @@ def test_advantages_of_samples_are_of_the_whole_step() -> None:
 
 
 def test_advantages_of_tokens_are_of_rows_of_the_whole_step() -> None:
-    """Discounted by the config's gamma, not by the function's default."""
+    """Discounts by the gamma of the config instead of the function's default."""
     parts = parts_of_step()
     mean = torch.cat([part.rewards for part in parts]).mean()
     for part, found in zip(parts, over_step(own_algorithm("returns_less_mean", gamma=0.9), parts), strict=True):

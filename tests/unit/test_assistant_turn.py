@@ -1,4 +1,4 @@
-"""Tool calls as families write them."""
+"""Tests of the tool calls of each model family."""
 
 import json
 from typing import Any
@@ -55,14 +55,14 @@ MARKS = (
     ),
 )
 marked_texts = st.lists(st.sampled_from(MARKS), max_size=4).map(" and ".join)
-"""Texts that speak of calls."""
+"""Texts with marks of tool calls in them."""
 
 
 @pytest.mark.parametrize("family", WRITES)
 @settings(max_examples=15, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_what_a_template_writes_of_calls_is_read_back(family: str, data: st.DataObject) -> None:
-    """A model that writes as its template does is understood, with special tokens as ids."""
+    """Parses calls in the form of the template, with special tokens as ids."""
     chat = format_of(family, TOOLS)
     queries = st.text("abc \n\"{}'é") | marked_texts
     one = st.builds(
@@ -72,7 +72,7 @@ def test_what_a_template_writes_of_calls_is_read_back(family: str, data: st.Data
         id=st.text("abcdefghi0", min_size=9, max_size=9),
     )
     calls = data.draw(st.lists(one, min_size=1, max_size=3 if FAMILIES[family].parallel_calls else 1))
-    if family == "qwen3_coder":  # only what the schema calls a text is told from JSON
+    if family == "qwen3_coder":  # only parameters declared as text are not parsed as JSON
         calls = [ToolCall("search", {"query": call.arguments["query"]}, call.id) for call in calls]
     asked = {"role": "user", "content": "Go."}
     answer = {"role": "assistant", "content": None, "tool_calls": [as_openai(call) for call in calls]}
@@ -101,11 +101,11 @@ CALLS = {
     ),
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
 }
-"""As models of a parser write them."""
+"""A call in the format of each parser's models."""
 
 
 def written(parser: str, query: str) -> str:
-    """A call of search."""
+    """Returns a call of search."""
     call = CALLS[parser].replace("add", "search").replace("=a>", "=query>")
     return call % (query if parser == "qwen3_coder" else json.dumps({"query": query}, ensure_ascii=False))
 
@@ -116,7 +116,7 @@ def written(parser: str, query: str) -> str:
 @example(queries=["what is <tool_call>?"], after="")
 @example(queries=["x"], after="I wrote %s.")
 def test_marks_in_arguments_and_behind_calls_begin_and_end_nothing(parser: str, queries: list[str], after: str) -> None:
-    """Behind calls of formats that close them there may be prose, which may name the mark that closes them."""
+    """Prose after closed calls may contain the closing mark."""
     closing = {"hermes": "</tool_call>", "qwen3_coder": "</tool_call>", "deepseek": "<｜tool▁call▁end｜>"}.get(parser)
     text = ("; " if parser == "llama3_json" else "\n").join(written(parser, query) for query in queries)
     if closing and after:
@@ -229,7 +229,7 @@ def test_half_a_character_is_written_as_its_escape(parser: str) -> None:
 @pytest.mark.parametrize("parser", CALLS)
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
 def test_a_number_that_json_cannot_write_makes_no_call(parser: str, number: str) -> None:
-    """A parameter that is written by itself stays a text."""
+    """In the format of qwen3_coder, the parameter stays text."""
     found = parse(parser, CALLS[parser] % f'{{"a": {number}}}')
     if parser == "qwen3_coder":
         assert found.calls[0].arguments == {"a": f'{{"a": {number}}}'}

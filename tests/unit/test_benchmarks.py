@@ -1,4 +1,4 @@
-"""The benchmarks run, and their page says what their results say."""
+"""Tests of the benchmarks, and of the agreement of their page with their results."""
 
 import importlib
 import json
@@ -35,9 +35,9 @@ def result_of(script: str, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "sent", "local"),
     [
-        # Both ranks hold half of about 1 million float32 and need all.
+        # Each rank holds half of about 1 million float32 values and needs all of them.
         (["--ranks", "2", "--src", "tp2", "--dst", "tp1"], 2.1e6, 2.1e6),
-        # The first rank trains, the second generates: everything crosses, in two bytes per element.
+        # The first rank trains and the second generates. All elements cross, at two bytes each.
         (["--ranks", "2", "--src", "tp1", "--src-ranks", "0", "--dst-ranks", "1", "--dtype", "bfloat16"], 2.1e6, 0),
     ],
 )
@@ -59,7 +59,7 @@ def test_weight_sync_times_all_rivals(options: list[str], sent: float, local: fl
 
 
 def test_weight_sync_of_experts() -> None:
-    """Whole ones on each of two replicas, to an engine that cuts them; what every rival wrote is compared before."""
+    """Sends whole experts from two replicas to a tensor-parallel engine. Every rival must write the same weights."""
     small = ["--params", "1m", "--iterations", "2", "--warm-up", "0", "--rivals", "ours,refit"]
     found = result_of("weight_sync.py", "--ranks", "2", "--src", "ep2", "--dst", "tp2", "--experts", "4", *small)
     assert all(times.keys() == {"ours", "refit"} for times in found["milliseconds"].values())
@@ -88,7 +88,7 @@ def test_weight_sync_refuses_what_it_cannot_run(
 
 
 def test_a_wrong_result_ends_the_benchmark(tmp_path: Path) -> None:
-    """A rival that leaves one element as it was is not timed."""
+    """A rival is not timed if it leaves one element unchanged."""
     program = f"""
 import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -114,7 +114,7 @@ weight_sync.main()
 
 
 @pytest.mark.slow
-@pytest.mark.by_command_line  # it looks for its ranks among its own children
+@pytest.mark.by_command_line  # it finds its ranks among its own child processes
 def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -> None:
     options = ["--size", "tiny", "--vocabulary", "151936", "--cases", "colocated,checkpoint", "--steps", "5"]
     found = result_of("real_size.py", *options)
@@ -123,7 +123,7 @@ def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -
         assert case["step_s"] > 0 and case["moves_s"] == 0
         assert all(case["peak_gb"][rank] > gb for rank, gb in case["must_gb"].items())
     assert found["cases"]["colocated"]["verify_s"] > 0
-    # Master weights and two moments, in four bytes each.
+    # Master weights and two moments take four bytes each.
     assert found["cases"]["checkpoint"]["checkpoint_bytes"] == pytest.approx(12 * found["num_parameters"], rel=0.02)
 
 
@@ -156,7 +156,7 @@ def test_orders_take_a_sync_for_its_work_and_tell_the_wait_for_engines_apart(tmp
 
 SIZES = (64, 256)
 CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
-"""Of a rank, in the mean, at most; those of heartbeats per second."""
+"""The most store calls of a rank, on average. For heartbeats, calls per second."""
 MOST_CONNECTIONS = 4
 
 
@@ -177,18 +177,18 @@ def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Pat
         assert large.all_store_bytes <= 1.3 * growth * small.all_store_bytes or phase == "meet in the store", phase
     exchanged, met = ([control_plane.PHASES[phase](job) for job in jobs] for phase in ("exchange", "meet for a sync"))
     for small, large in (exchanged, met):
-        assert large.message_bytes <= growth * small.message_bytes, "of the rank that sends most"
+        assert large.message_bytes <= growth * small.message_bytes, "bytes of the busiest sender"
     for job, cost in zip(jobs, exchanged, strict=True):
         owners, replicas = job.grids["rollout"].dp, job.grids["actor"].dp
         num_groups = job.config.batch.prompts_per_step
-        assert cost.messages <= num_groups // owners + 1, "to one rank of each replica that a group goes to, or is told"
+        assert cost.messages <= num_groups // owners + 1, "one message per group or receiving replica"
         assert cost.passed_on == control_plane.RANKS_PER_NODE - 1
         assert cost.received <= 2 * num_groups // replicas and cost.least_received == 1
     assert all(control_plane.connect(job).communicators <= MOST_CONNECTIONS for job in jobs)
 
 
 def test_a_first_rank_that_does_not_run_is_missed_by_few(control_plane: ModuleType, tmp_path: Path) -> None:
-    """Those that look for the next one to judge are the lowest, and read as many beats as there are of these."""
+    """Only the lowest ranks look for the next judge. Each reads one heartbeat per such rank."""
     job = control_plane.JobAtSize(SIZES[1], tmp_path)
     for store in job.job_stores[1:]:
         store.heartbeat.publish()

@@ -1,4 +1,4 @@
-"""Attention over blocks: gathering them against plain attention, and a stand-in for what GPUs have against that."""
+"""Tests of attention over blocks: gathering against plain attention, and a stand-in for the kernels of GPUs."""
 
 import sys
 from collections.abc import Callable
@@ -44,7 +44,8 @@ def flash_attention(
     block_table: Tensor,
     num_splits: int,
 ) -> Tensor:
-    """What torch's does for one query per sequence, refusing what FlashAttention 2 refuses; dtypes apart."""
+    """Computes torch's attention for one query per sequence. Refuses the inputs refused by FlashAttention 2, except for
+    dtypes."""
     num_blocks, block_tokens, num_kv_heads, _ = key.shape
     count = len(query)
     for integers in (cu_seq_q, cu_seq_k, seqused_k, block_table):
@@ -59,7 +60,7 @@ def flash_attention(
 
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Returns what one query per sequence attends to among the first `lengths` tokens in its blocks."""
+    """Returns the attention of one query per sequence over the first `lengths` tokens of its blocks."""
     count, num_kv_heads, rows = len(queries), keys.shape[2], table.flatten()
     k, v = (stored.index_select(0, rows).view(count, -1, *stored.shape[2:]) for stored in (keys, values))
     bias = torch.zeros(()).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None], -torch.inf)[:, None, None]
@@ -71,7 +72,7 @@ def attended(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengt
 def attend_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """What the Triton kernel does, which takes memory at these strides alone."""
+    """Computes the result of the Triton kernel and accepts only the kernel's strides."""
     num_slots, block_tokens = len(queries), keys.shape[1]
     assert keys.is_contiguous() and values.is_contiguous() and queries.stride(2) == 1
     assert table.dtype == torch.int32 and table.stride(1) == 1 and positions.stride(0) == 1
@@ -81,7 +82,7 @@ def attend_blocks(
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for what only GPUs have."""
+    """Installs stand-ins for the GPU kernels."""
     monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
     kernel = ModuleType("block_kernel")
     kernel.attend_blocks = attend_blocks  # type: ignore[attr-defined]
@@ -89,7 +90,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
-    """Scores are multiplied by something else than is usual."""
+    """Returns a shape with an unusual scale of the scores."""
     return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, 0.7)
 
 
@@ -97,7 +98,7 @@ GROUPED = shape_of(8, 2, 16)
 
 
 class FewBlocks:
-    """Three slots of up to two blocks of four tokens; what is in no slot is NaN but for block 0."""
+    """Three slots of up to two blocks of four tokens. All blocks outside the slots are NaN, except block 0."""
 
     block_tokens, capacity = 4, 8
 
@@ -129,7 +130,7 @@ def test_gathered_blocks_attend_as_plain_attention_does(num_kv_heads: int) -> No
         torch.testing.assert_close(found[slot], expected.flatten())
         assert torch.equal(blocks.layers[0][0][rows[position // 4], position % 4], k[slot])
     changed = (blocks.layers[0][0] != keys).flatten(1).any(1).nonzero().flatten().tolist()
-    assert changed == [2, 3, 6], "only the blocks in which the new tokens stand"
+    assert changed == [2, 3, 6], "only the blocks of the new tokens change"
 
 
 @pytest.mark.parametrize("kind", [VarlenBlocks, KernelBlocks])
@@ -141,7 +142,7 @@ def test_what_gpus_have_is_asked_for_what_gathering_gives(
 
 
 class OnGpu:
-    """Of a tensor, what `choose_attention` asks."""
+    """A stand-in for a CUDA tensor in `choose_attention`."""
 
     is_cuda = True
 
@@ -197,7 +198,7 @@ def test_steps_over_blocks_are_recorded_once_for_all_lengths(
     path, record = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=600), Recorder()
     sampling = SamplingParams(1.0, 1.0, 0, 40, ())
     samples = [*ragged_requests(3), Sample(9, ragged_requests(126)[125].prompt, seed=9)]
-    assert len(samples[-1].prompt) < 256 < len(samples[-1].prompt) + 40, "it comes to its second block"
+    assert len(samples[-1].prompt) < 256 < len(samples[-1].prompt) + 40, "the sample reaches its second block"
     expected = load_engine(path, max_context_tokens=600)[0].generate(samples, sampling)
     over_blocks, _ = load_engine(path, max_context_tokens=600, kv_tokens=2048, record=record)
     for done, other in zip(over_blocks.generate(samples, sampling), expected, strict=True):

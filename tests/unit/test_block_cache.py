@@ -1,4 +1,4 @@
-"""Keys, values and states of samples in blocks: who gets them, shares them and gives them back."""
+"""Tests of blocks for keys, values and states: allocation, sharing and release."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -51,7 +51,7 @@ def pending(prompt_tokens: int, response_tokens: int, kind: int, number: int) ->
 
 
 class Engine:
-    """What an engine does with its tables, by chance. `away` are samples between two turns."""
+    """An engine with random use of its tables. `away` has the samples between two turns."""
 
     def __init__(self, num_blocks: int, data: st.DataObject) -> None:
         self.tables = BlockTables(num_blocks, SIZE, NUM_SLOTS, LONGEST)
@@ -170,15 +170,15 @@ def test_a_groups_prompt_is_held_once_and_what_follows_by_each() -> None:
     assert (later.is_computed, later.copy) == (False, (tables.rows[0, 2], tables.rows[2, 2]))
     assert tables.pool.num_used == 5
     [renewed] = tables.enter(3, [Sample(3, (7,) * 10, 3)], version=4)
-    assert renewed.is_computed and renewed.first == 0, "new weights, new keys and values"
+    assert renewed.is_computed and renewed.first == 0, "new weights need new keys and values"
     for slot in (0, 1, 2):
         tables.free(slot)
     [again] = tables.enter(0, [Sample(4, (7,) * 10, 4)], version=3)
-    assert again.is_computed, "nobody held them any more"
+    assert again.is_computed, "no sample held the old blocks"
 
 
 def ended(sample: Sample) -> Sample:
-    """A turn of one token."""
+    """Adds a turn of one token and ends it."""
     return sample.drawn((1,), (0.0,), (0,), Status.STOPPED)
 
 
@@ -189,11 +189,11 @@ def test_what_comes_back_is_not_given_up_for_what_starts_beside_it() -> None:
     for slot, sample in enumerate((first, second)):
         tables.park(slot, ended(sample))
     waiting = [Sample(2, (9,) * 32, 0), ended(first).observed((2,))]
-    assert tables.num_admissible(waiting, 1, 0, version=0) == 1, "of 12 blocks 8 and 4: none would be left to grow"
+    assert tables.num_admissible(waiting, 1, 0, version=0) == 1, "8 + 4 of 12 blocks would leave none for growth"
     started, returned = tables.enter(0, waiting, version=0)
     assert (started.is_computed, started.follows) == (True, False)
     assert (returned.follows, returned.first) == (True, 12)
-    assert tables.parked.num_tokens == 0, "the other one made room"
+    assert tables.parked.num_tokens == 0, "the other sample made room"
     assert tables.pool.num_free == 0
 
 
@@ -201,13 +201,15 @@ def test_few_start_only_where_much_is_free() -> None:
     tables = BlockTables(101, 4, 8, 400)
     tables.enter(0, [Sample(0, (1,) * 200, 0)], version=0)
     waiting = [Sample(n, (2 + n,) * 60, n) for n in range(4)]
-    assert tables.num_admissible(waiting, 4, 1, version=0) == 3, "of 50 blocks 15 each, and one for each of four"
+    assert tables.num_admissible(waiting, 4, 1, version=0) == 3, (
+        "15 of 50 blocks each, plus one for each of four samples"
+    )
     tables.enter(1, [Sample(9, (9,) * 152, 0)], version=0)
     assert tables.pool.num_free == 12
     short = [Sample(10 + n, (20 + n,), n) for n in range(9)]
     assert tables.num_admissible(short, 5, 2, version=0) == 5
-    assert tables.num_admissible(short, 6, 2, version=0) == 0, "better six at once, later"
-    assert tables.num_admissible([Sample(0, (1,) * 400, 0)], 1, 0, version=5) == 1, "where nothing runs one starts"
+    assert tables.num_admissible(short, 6, 2, version=0) == 0, "all six should start together later"
+    assert tables.num_admissible([Sample(0, (1,) * 400, 0)], 1, 0, version=5) == 1, "one starts if nothing runs"
 
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
@@ -218,12 +220,12 @@ CONTEXT = 60
 
 @pytest.fixture(scope="module")
 def unlimited(qwen3: Path) -> list[Sample]:
-    """What samples of three groups give without a budget."""
+    """Returns samples of three groups, generated without a budget."""
     return load_engine(qwen3)[0].generate(groups(3, 3), SAMPLED)
 
 
 def groups(num_groups: int = 3, num_samples: int = 4) -> list[Sample]:
-    """Samples of prompts of 5, 11, 17, ... tokens."""
+    """Returns samples with prompts of 5, 11, 17, ... tokens."""
     prompts = [sample.prompt for sample in ragged_requests(3 * num_groups)][2::3]
     return [
         Sample(10 * group + number, prompt, seed=100 * group + number)
@@ -324,7 +326,7 @@ def test_preempted_samples_keep_their_tokens_and_versions_and_their_turn(qwen3: 
     for one, other in zip(done, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=3e-5)
-        assert list(one.policy_versions) == sorted(set(one.policy_versions)), "each step draws one"
+        assert list(one.policy_versions) == sorted(set(one.policy_versions)), "each step generates one token"
         before = seen.get(one.id, one)
         assert one.policy_versions[: len(before.tokens)] == before.policy_versions
         assert one.logprobs[: len(before.tokens)] == before.logprobs
@@ -383,7 +385,7 @@ def test_no_history_loses_repeats_or_changes_a_response(
             engine.submit(suspended, SAMPLED)
     done += drain(engine)
     assert_same(sorted(done, key=lambda sample: sample.id), unlimited, of_versions=False)
-    last = len(actions) + 8  # the version while draining: before it each step had a version of its own
+    last = len(actions) + 8  # the version while draining; each earlier step has its own
     for one in done:
         early = [version for version in one.policy_versions if version < last]
         assert list(one.policy_versions) == sorted(one.policy_versions) and len(set(early)) == len(early)
@@ -421,7 +423,9 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
         residency.enter(2 * turn + 1)
         assert kv_cache.place == "dropped" and engine.num_unfinished == 0
     assert num_recorded[0] < num_recorded[1] <= num_recorded[2] == num_recorded[3] == num_recorded[4]
-    assert (num_recorded[1] < num_recorded[2]) == (addresses[1] != addresses[2]), "it moves once, perhaps to its place"
+    assert (num_recorded[1] < num_recorded[2]) == (addresses[1] != addresses[2]), (
+        "it moves once, perhaps to the same address"
+    )
     assert addresses[2] == addresses[3] == addresses[4]
 
 
@@ -485,8 +489,8 @@ def qwen3_5(checkpoints: dict[str, Path]) -> Path:
 
 @pytest.mark.parametrize("kv_tokens", [None, 400])
 def test_samples_draw_what_each_draws_alone(qwen3_5: Path, kv_tokens: int | None) -> None:
-    """Some enter later than others of their prompt, in slots that these or longer ones had before; responses end at
-    different steps, so that slots move."""
+    """Some samples start later than others of their prompt and reuse slots. Responses end at different steps, so slots
+    move."""
     of_one_prompt = [Sample(200, (7, 1, 9, 9, 2, 30, 4), seed=number) for number in range(5)]
     requests = [*ragged_requests(4), *of_one_prompt, *ragged_requests(2, seed=1)[::-1]]
     requests = [Sample(number, sample.prompt, sample.seed) for number, sample in enumerate(requests)]
@@ -512,7 +516,7 @@ def test_memory_is_held_while_samples_run_and_given_back(qwen3_5: Path) -> None:
         engine.generate(ragged_requests(3), SAMPLED_WITH_STOPS)
         cache: KvCache = engine._slots.cache
         sizes = {tuple(tensor.shape[2:]) for tensor in cache.tensors() if tensor.dim() == 5 and tensor.size(1) <= 4}
-        assert sizes, "states are among what the engine says that it holds"
+        assert sizes, "the engine reports its states"
         engine.release_cache()
         assert not any(tensor.numel() for tensor in engine.cache_tensors())
 

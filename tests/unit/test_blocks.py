@@ -1,4 +1,4 @@
-"""Scales as parts of layouts, and magnitudes of blocks that several ranks hold a part of."""
+"""Tests of scales as parts of layouts, and of maxima of blocks shared by several ranks."""
 
 import math
 import time
@@ -31,7 +31,7 @@ def matrices(layout: Layout) -> np.ndarray:
 
 
 def layouts(architecture: Architecture, training: tuple[int, int, int], tp: int) -> QuantizedLayouts:
-    """Megatron on (tp, pp, replicas) to engines of `tp`, every matrix quantised."""
+    """Returns layouts from Megatron on (tp, pp, replicas) to engines of `tp`, with every matrix quantised."""
     source = megatron_layout(architecture, Grid(tuple(range(math.prod(training))), tp=training[0], pp=training[1]))
     return quantized(source, engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)), matrices(source))
 
@@ -58,7 +58,7 @@ CASES = st.tuples(
 
 
 def boxes_by_tensor(layout: Layout) -> dict[int, set[Box]]:
-    """(row, col, rows, cols) of the distinct boxes of every tensor."""
+    """Returns the distinct boxes (row, col, rows, cols) of every tensor."""
     found: dict[int, set[Box]] = {}
     for part in set(layout.parts):
         for piece in layout.part(part).pieces.tolist():
@@ -67,7 +67,7 @@ def boxes_by_tensor(layout: Layout) -> dict[int, set[Box]]:
 
 
 def covered(boxes: set[Box], shape: tuple[int, int]) -> np.ndarray:
-    """How many of the boxes each element of a matrix is in."""
+    """Returns for each element of a matrix the number of boxes around it."""
     count = np.zeros(shape, dtype=np.int64)
     for row, col, rows, cols in boxes:
         assert row >= 0 and row + rows <= shape[0] and col >= 0 and col + cols <= shape[1]
@@ -116,7 +116,7 @@ def test_scales_fill_parameters_of_their_own(case: Case) -> None:
                 written[piece["parameter"]][piece["offset"] + rows + np.arange(piece["cols"])] += 1
             for (name, _), counts in zip(on.parameters, written, strict=True):
                 assert counts.max(initial=0) <= 1, name
-                # What a source rank holds of a block whose first element another has is part of no box.
+                # A source rank's share of a block is in no box if another rank has the block's first element.
                 assert counts.all() or name == SCALES_PARAMETER or not name.endswith("_scale_inv"), name
 
 
@@ -137,7 +137,7 @@ def test_split_blocks_are_those_that_several_boxes_touch(case: Case) -> None:
 
 
 def filled(on: RankLayout, full: list[Tensor]) -> dict[str, Tensor]:
-    """Parameters of a rank of the layout without scales, with its pieces cut from the matrices `full`."""
+    """Returns the parameters of a rank of the layout without scales, with its pieces cut from the matrices `full`."""
     parameters = {name: torch.full(shape, torch.inf, dtype=full[0].dtype) for name, shape in on.parameters}
     flats = [parameters[name].view(-1) for name, _ in on.parameters]
     for piece in on.pieces:
@@ -149,7 +149,7 @@ def filled(on: RankLayout, full: list[Tensor]) -> dict[str, Tensor]:
 
 
 def special_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Magnitudes that differ from block to block, some blocks of zeros, some with an infinity or a NaN."""
+    """Returns values of different magnitudes per block. Some blocks are zero, some contain an infinity or a NaN."""
     x = torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
     for value in (0.0, torch.inf, -torch.inf, torch.nan):
         if torch.rand((), generator=generator) < 0.5:
@@ -162,7 +162,7 @@ def special_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor
 @settings(max_examples=15)
 @given(CASES, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
 def test_shares_quantise_as_the_whole(case: Case, dtype: torch.dtype, seed: int) -> None:
-    """Every rank quantises its pieces with its own entries, after one maximum over the ranks."""
+    """Every rank quantises its pieces with its own table, after one maximum over the ranks."""
     made, generator = layouts(*case), torch.Generator().manual_seed(seed)
     shapes = made.source.tensors.matrix_shapes[: made.num_tensors].tolist()
     full = [special_values(tuple(shape), generator).to(dtype) for shape in shapes]
@@ -174,7 +174,7 @@ def test_shares_quantise_as_the_whole(case: Case, dtype: torch.dtype, seed: int)
     scales, split = {}, {}
     for rank, table in tables.items():
         scales[rank], split[rank] = BlockScales(table, CPU), SplitBlocks(table, CPU)
-        scales[rank].prepare(held[rank], None)  # as if there were no other ranks
+        scales[rank].prepare(held[rank], None)  # without the maximum over the other ranks
     largest = reduce(torch.maximum, [split[rank].collect(scales[rank].amax) for rank in tables])
     for rank, table in tables.items():
         split[rank].spread(largest, scales[rank].amax)
@@ -186,7 +186,7 @@ def test_shares_quantise_as_the_whole(case: Case, dtype: torch.dtype, seed: int)
 
 
 def parts_of(pieces: Array, random: np.random.Generator) -> Array:
-    """One box within each of `pieces`, as a plan cuts them."""
+    """Cuts one random box out of each of `pieces`, like a plan."""
     parts = pieces.copy()
     for start, extent in (("row", "rows"), ("col", "cols")):
         skipped = random.integers(0, pieces[extent])
@@ -216,7 +216,7 @@ def one_rank(tensors: CanonicalTensors, parameters: list[tuple[str, tuple[int, .
 
 
 def stacked_experts(rows: tuple[int, ...], width: int, num_experts: int) -> tuple[CanonicalTensors, Layout]:
-    """One parameter [experts, rows, width] with tensors of `rows` rows below each other in every expert."""
+    """Returns one parameter [experts, rows, width]. Each expert stacks tensors of `rows` rows."""
     names = [f"expert{e}.part{i}" for e in range(num_experts) for i in range(len(rows))]
     tensors = CanonicalTensors(tuple(names), tuple((size, width) for size in rows) * num_experts)
     pieces, row = [], 0
@@ -241,7 +241,8 @@ def test_scales_of_stacked_experts_are_stacked() -> None:
 
 
 def test_scales_that_do_not_stack_are_flat() -> None:
-    """Two tensors side by side; and a tensor of which two columns of blocks are touched, and one, below each other."""
+    """In the first case two tensors lie side by side. In the second case a tensor touches two columns of blocks, and
+    the tensor below it touches one."""
     tensors = CanonicalTensors(("left", "right"), ((10, 300), (10, 300)))
     pieces = [(0, 0, 0, 10, 300, 0, 0, 600), (1, 0, 0, 10, 300, 0, 300, 600)]
     found = destination_parameters(tensors, one_rank(tensors, [("both", (10, 600))], pieces))
@@ -293,7 +294,7 @@ def test_a_rank_of_the_destination_alone_has_no_blocks() -> None:
 
 
 def test_45000_matrices_take_a_second() -> None:
-    """Experts of a mixture as matrices of their own, dealt to 64 parts, and all of them on one destination rank."""
+    """The experts are separate matrices. 64 source parts share them, and one destination rank has all of them."""
     num_experts, num_parts = 45056, 64
     tensors = CanonicalTensors(tuple(f"expert{i}" for i in range(num_experts)), ((2048, 7168),) * num_experts)
     pieces = np.zeros(num_experts, dtype=PIECE)

@@ -1,4 +1,4 @@
-"""Conversations become ids by increments of the chat template."""
+"""Tests of the incremental encoding of conversations by chat templates."""
 
 import copy
 import json
@@ -55,9 +55,9 @@ def test_a_turn_gets_what_it_lacks_of_its_closing(family: str) -> None:
     closing, following = CLOSING_AND_USER[family]
     chat = format_of(family)
     assert continued(chat, f"4{closing}", *USER) == following
-    assert continued(chat, "4", *USER) == closing + following, "a limit cut it"
+    assert continued(chat, "4", *USER) == closing + following, "a limit cut the turn"
     for other in (*FAMILIES[family].end_tokens, FAMILIES[family].eos):
-        assert continued(chat, f"4{other}", *USER) == following, "another end token of the model's stands for it"
+        assert continued(chat, f"4{other}", *USER) == following, "another end token of the model replaces it"
 
 
 QWENS = (("qwen2_5", ""), ("qwen3", ""), ("qwen3_coder", "\n"))
@@ -97,12 +97,12 @@ def test_a_result_that_does_not_name_its_call_is_given_an_id() -> None:
 
 
 def test_what_follows_is_encoded_by_itself() -> None:
-    """The turn ends in the first half of a token; the template goes on with the other half."""
+    """The turn ends in the first half of a token. The template continues with the second half."""
     chat = ChatFormat(tokenizer_with("{% for m in messages %}{{ m.content }}\n\n{% endfor %}"))
     newline, both = ids(chat, "\n"), ids(chat, "\n\n")
     assert len(newline) == len(both) == 1 and newline != both
     following = chat.continuation(newline, USER)
-    assert following == ids(chat, "\n\nAnd now?\n\n"), "nothing of the turn was decoded"
+    assert following == ids(chat, "\n\nAnd now?\n\n"), "no part of the turn was decoded"
 
 
 def tokenizer_with(template: str, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
@@ -115,14 +115,14 @@ def test_a_closing_of_several_tokens() -> None:
     source = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_sep|><|im_end|>\n{% endfor %}"
     chat = ChatFormat(tokenizer_with(source))
     following = "\n<|im_start|>And now?<|im_sep|><|im_end|>\n"
-    assert chat.end_tokens == set(ids(chat, "<|im_end|>")), "an engine goes on behind the first of them"
+    assert chat.end_tokens == set(ids(chat, "<|im_end|>")), "an engine would continue after the first of several"
     assert continued(chat, "4<|im_sep|><|im_end|>", *USER) == following
     assert continued(chat, "4<|im_end|>", *USER) == following
     assert continued(chat, "4", *USER) == "<|im_sep|><|im_end|>" + following
 
 
 def test_turns_that_are_ended_by_what_begins_the_next_message() -> None:
-    """GLM's models end a turn by the next message's first token, which tells a user from a tool."""
+    """GLM models end a turn with the first token of the next message. This token differs for user and tool."""
     source = (
         "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|im_sep|>'}[m.role] | default('<|im_end|>')}}"
     )
@@ -174,7 +174,7 @@ def test_a_template_that_cannot_go_on_is_refused_by_what_it_says() -> None:
 
 
 def test_tools_that_the_template_does_not_write_are_refused() -> None:
-    for tools in (TOOLS, [named("user")]):  # of which the template writes the word, but not the tool
+    for tools in (TOOLS, [named("user")]):  # the template contains the word, but not the tool
         with pytest.raises(ConfigError, match="does not write the tools"):
             format_of("phi4", tools).require_tools()
     format_of("phi4").require_tools()
@@ -204,7 +204,7 @@ def test_no_messages_are_no_answer() -> None:
 
 
 def test_calls_of_a_prompt_are_given_as_the_template_takes_them() -> None:
-    """OpenAI's clients write arguments as text; most templates want an object, DeepSeek's the text."""
+    """OpenAI clients write arguments as text. Most templates need an object, DeepSeek's needs the text."""
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]},
@@ -410,27 +410,27 @@ ALTOGETHER = 10_000
 
 WORDS = ("the", "answer", "is", "42", "or", "é", "𝄞", "not", "{a: 1}", "<b>", "the\n\nresult.", "So;", "really?")
 PROMPT_WORDS = (*WORDS, "", " ", "\n", "<|im_end|>", "</s>", "[INST]", "<think>", "</think>", "\u200b", "\x00")
-"""What users and tools say may have special tokens in it, as everywhere where a template is rendered as text."""
+"""Words of users and tools. Some contain special tokens, as any text in a template may."""
 
 
 @dataclass
 class Engine:
-    """Holds what it was given and what it drew, as keys and values do: a request must go on from all of it."""
+    """An engine with all given and generated tokens in a log, like keys and values. A request must extend this log."""
 
     random: random.Random
     log: list[int] = field(default_factory=list)
     drew: list[bool] = field(default_factory=list)
 
     def generate(self, request: Sequence[int], turn: Sequence[int]) -> None:
-        assert list(request[: len(self.log)]) == self.log, "what was given or drawn before is another now"
+        assert list(request[: len(self.log)]) == self.log, "the request changes earlier tokens"
         given = request[len(self.log) :]
-        assert given, "nothing was added to what the engine drew last"
+        assert given, "the request adds nothing to the last turn"
         self.log += [*given, *turn]
         self.drew += [False] * len(given) + [True] * len(turn)
 
 
 class Script:
-    """What a model draws and what answers it, at random. The whole conversation is kept as messages beside it."""
+    """A random model and random answers to it. `messages` has the whole conversation."""
 
     def __init__(self, family: str, seed: int) -> None:
         self.random = random.Random(f"{family} {seed}")
@@ -439,7 +439,7 @@ class Script:
         self.chat = FORMATS[family, bool(tools)]
         self.tools = tools
         self.plain = self.random.random() < 0.5
-        """Whether the model draws only what its template writes, as its tokenizer does."""
+        """True if the model generates only text of its template, with the ids of its tokenizer."""
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": self.words(PROMPT_WORDS)}]
         if self.random.random() < 0.5:
             self.messages.insert(0, {"role": "system", "content": self.words(WORDS)})
@@ -448,7 +448,7 @@ class Script:
         return " ".join(self.random.choices(words, k=self.random.randint(1, 6)))
 
     def turn(self) -> tuple[int, ...]:
-        """Ids of the next turn; adds it to the messages where its ids are its text's."""
+        """Adds the next message and returns the ids of its turn. Only a plain model keeps to the message's text."""
         calls = [self.call() for _ in range(self.random.randint(1, 2 if self.family.parallel_calls else 1))]
         if self.tools and self.random.random() < 0.5:
             message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -466,7 +466,7 @@ class Script:
         return {"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
     def as_written(self, message: dict[str, Any]) -> tuple[int, ...]:
-        """The turn as the template writes it where it is not the last, through its end token."""
+        """Returns the ids of the turn through its end token, in the template's form for earlier messages."""
         end = str(self.chat.tokenizer.convert_ids_to_tokens(self.chat.end.closing[-1]))
         if not message.get("tool_calls"):
             return self.chat.template.encode(message["content"] + end)
@@ -483,12 +483,12 @@ class Script:
         return tuple(self.random.choices(range(len(self.chat.tokenizer)), k=self.random.randint(1, 12)))
 
     def bytes(self, message: dict[str, Any]) -> tuple[int, ...]:
-        """Ids that are no UTF-8 together."""
+        """Returns ids with bytes of no valid UTF-8 text."""
         letters = [token for letter in "é𝄞ü" for token in self.chat.template.encode(letter)]
         return tuple(self.random.choices(letters, k=self.random.randint(1, 5)))
 
     def spelled(self, message: dict[str, Any]) -> tuple[int, ...]:
-        """What reads like special tokens, drawn letter by letter."""
+        """Returns the ids of a special token's letters, perhaps with an end token after them."""
         text = self.random.choice([*self.family.special, *self.family.visible])
         letters = [token for letter in text for token in self.chat.template.encode(letter)]
         return (*letters, *self.random.choices(sorted(self.chat.end_tokens), k=self.random.randint(0, 1)))
@@ -510,17 +510,17 @@ FORMATS: dict[tuple[str, bool], ChatFormat] = {
     (family, bool(tools)): format_of(family, tools) for family in FAMILIES for tools in ((), TOOLS)
 }
 WHOLE_IS_EXACT = ("qwen2_5", "qwen3_coder", "llama3_1", "gemma3", "phi4", "smollm3")
-"""Families whose templates never change what stands before; Qwen3's and Mistral's do in some conversations."""
+"""Families with templates that never change earlier text. Qwen3's and Mistral's change it in some conversations."""
 
 
 def rendered(script: Script, spoken: Sequence[dict[str, Any]] = ()) -> str:
-    """The template's text of the whole conversation, or of what was `spoken` up to the end of a turn of the model."""
+    """Returns the template's text of the whole conversation, or of `spoken` through the end of a turn of the model."""
     messages, options = list(spoken) or script.messages, {"add_generation_prompt": not spoken, "tokenize": False}
     return str(script.chat.tokenizer.apply_chat_template(messages, tools=list(script.tools) or None, **options))
 
 
 def play(family: str, seed: int) -> bool:
-    """Plays a conversation through; returns whether it was compared with the template's rendering of the whole."""
+    """Plays a conversation. Returns whether it was compared with the template's text of the whole."""
     script = Script(family, seed)
     engine = Engine(script.random)
     talk = Conversation.begin(script.chat, script.messages)
@@ -535,7 +535,9 @@ def play(family: str, seed: int) -> bool:
         talk = talk.observed(script.answer())
         if family in WHOLE_IS_EXACT and not script.plain:
             following = script.chat.tokenizer.decode(talk.ids[len(engine.log) :])
-            assert following.endswith(rendered(script).removeprefix(rendered(script, spoken))), "whatever the turn was"
+            assert following.endswith(rendered(script).removeprefix(rendered(script, spoken))), (
+                "the whole equals the template, for any turn"
+            )
     assert [talk.ids[begin:end] for begin, end in talk.turns] == turns
     assert [message["role"] for message in talk.messages] == [message["role"] for message in script.messages]
     answers = [message for message in talk.messages if message["role"] in ("user", "tool", "system")]
@@ -558,6 +560,6 @@ def test_the_record_is_what_the_engine_was_given_and_drew(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_thousand_conversations(family: str) -> None:
-    """0 differences between the records and the engine's log, over all families together."""
+    """Expects no difference between the records and the engine's log, over all families together."""
     for seed in range(-(-ALTOGETHER // len(FAMILIES))):
         play(family, 1000 + seed)

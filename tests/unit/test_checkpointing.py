@@ -1,4 +1,4 @@
-"""When and what a run saves, and whether its inputs are still those of the checkpoint."""
+"""Tests of the times and contents of checkpoints, and of the comparison of a run's inputs with its checkpoint."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ LIMIT_S = 20.0
 
 
 class Waiter(ShortPatience):
-    """Notes whom it waits for."""
+    """A waiter with a record of the ranks of each wait."""
 
     def __init__(self) -> None:
         self.awaited: list[Sequence[int]] = []
@@ -58,7 +58,7 @@ class Waiter(ShortPatience):
 
 
 class Nothing:
-    """Transfers and a reporter that have nothing to save."""
+    """A stand-in for transfers and a reporter with nothing to save."""
 
     def save(self, position: int) -> Mapping[str, Any]:
         return {}
@@ -67,7 +67,7 @@ class Nothing:
         return {}
 
     def collect(self) -> None:
-        """Nothing to collect."""
+        """Collects nothing."""
 
 
 NOBODY_STOPS: Any = SimpleNamespace(
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_complete_once_all_that_host_a_role_have_written(jobs: J
         leader.at_boundary(step, 0)
         leader.writer.join()
         leader.look()
-        assert not (leader.folder.path / name_of(step)).exists(), "another rank has yet to write"
+        assert not (leader.folder.path / name_of(step)).exists(), "another rank has not written yet"
         other.at_boundary(step, 0)
         for rank in (idle, first_idle, other, leader):
             rank.finish()
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_complete_once_all_that_host_a_role_have_written(jobs: J
 
 
 def test_checkpoints_wait_for_an_evaluation_beside_training_and_training_does_not(jobs: Jobs, tmp_path: Path) -> None:
-    """But for so many that the disk would fill up."""
+    """Training waits only after MAX_INCOMPLETE incomplete checkpoints, before the disk fills up."""
     stores = jobs.start(NUM_RANKS)
     leader, late, other = (checkpointing(tmp_path, rank, stores[rank], evaluation=2) for rank in (1, 2, 3))
     for step in range(1, MAX_INCOMPLETE + 1):
@@ -171,7 +171,7 @@ def test_a_save_in_memory_alone_does_not_wait_for_the_disk_and_one_on_the_disk_d
 
 
 class TimedRank:
-    """A rank of a job that saves every 600 s, with a clock of its own."""
+    """A rank with its own clock, in a job with a checkpoint every 600 s."""
 
     def __init__(self, output: Path, rank: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.monkeypatch = 100.0 * rank, monkeypatch
@@ -194,7 +194,7 @@ class TimedRank:
 
 @pytest.fixture
 def timed(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TimedRank]:
-    """The job's leader, and the other rank that hosts a role."""
+    """Returns the job's leader and the other rank with a role."""
     stores = jobs.start(NUM_RANKS)
     return [TimedRank(tmp_path, rank, stores[rank], monkeypatch) for rank in (1, 3)]
 
@@ -206,7 +206,7 @@ def steps_saved(ranks: Sequence[TimedRank]) -> list[int]:
 
 
 def test_all_ranks_save_where_the_first_one_to_come_finds_that_it_is_time(timed: list[TimedRank]) -> None:
-    """And after the last step, since the run has saved before."""
+    """The ranks also save after the last step, since the run has saved before."""
     leader, other = timed
     for step, first, of_first_s, of_second_s in (
         (1, other, 599, 700),
@@ -276,7 +276,7 @@ def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jo
 
 @pytest.mark.parametrize("rank", range(5))
 def test_a_rank_gets_its_own_random_states_back(tmp_path: Path, rank: int) -> None:
-    """Not those of the rank that wrote as many files before."""
+    """Only ranks 1 and 3 saved. Every other rank keeps its own states."""
     expected = {}
     for saved in (1, 3):
         torch.manual_seed(saved)
@@ -312,7 +312,7 @@ def config_of(path: Path, *others: Path, reward: str = "exact_match", **data: An
 
 
 def inputs_of(config: Config, template: str | None = None) -> Inputs:
-    """Returns the inputs as run.json has them."""
+    """Returns the inputs in the form of run.json."""
     tokenizer = byte_tokenizer() if template is None else byte_tokenizer(chat_template=template)
     encoder = PromptEncoder(tokenizer, config.data)
     dataset = load_prompts(config.data.train, config.data, encoder, needs="label", config_key="data.train")
@@ -404,7 +404,7 @@ def test_the_file_of_a_function_is_found_without_running_it(name: str, is_found:
 
 
 def saved(folder: Path, config: Config, inputs: Inputs, **more: Any) -> Resumed:
-    """A checkpoint after two steps."""
+    """Returns a checkpoint after two steps."""
     order = build_order(config, place(config.placement))
     crossing = [list(entry.transfer) for entry in order.crossing(order.boundary(2)).values()]
     run = {"config": config.model_dump(mode="json"), "crossing": crossing, "inputs": inputs, **more}
@@ -424,7 +424,7 @@ def test_a_run_takes_other_rows_from_the_first_one_on(tmp_path: Path, caplog: py
     (record,) = caplog.records
     assert record.getMessage().endswith("other.jsonl (7 usable rows): step 2 takes the first of these rows")
     assert (changed.data_from, changed.has_new_data) == (2, True)
-    assert not remaining_order(other, place(other.placement), changed)[1], "what was drawn ahead is of the old rows"
+    assert not remaining_order(other, place(other.placement), changed)[1], "prompts drawn ahead come from the old rows"
 
 
 def test_a_run_may_refuse_other_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

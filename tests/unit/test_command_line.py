@@ -1,4 +1,4 @@
-"""The commands of rltrain, what ranks print of them, and the same from Python."""
+"""Tests of the commands of rltrain, of their output on ranks, and of the Python functions for the same tasks."""
 
 import functools
 import json
@@ -118,7 +118,7 @@ def test_plainly_started_training_is_one_rank_under_torchrun() -> None:
 
 @pytest.fixture
 def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that a process would have become."""
+    """Returns a list of the commands passed to `os.execv`. They are not run."""
     commands: list[list[str]] = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
@@ -229,7 +229,7 @@ def test_the_worlds_are_those_that_torchrun_may_make() -> None:
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_command_says_that_packages_are_missing(name: str) -> None:
-    """Python has its standard library alone, and what lies in its working directory."""
+    """Runs Python with only its standard library and the working directory."""
     arguments = ["--config", "c.yaml"] if name in ("train", "dry-run") else []
     done = python("-S", "-E", "-m", "rltrain", name, *arguments, check=False)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
@@ -238,7 +238,7 @@ def test_every_command_says_that_packages_are_missing(name: str) -> None:
         assert "lacks torch, megatron-core" in done.stderr and "bash launch/quickstart.sh" in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to complete for")
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash for its completions")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [(["rltrain", "imp"], "import-config"), (["rltrain", "train", "actor.parallel.t"], "actor.parallel.tp=")],
@@ -267,7 +267,9 @@ def test_the_schema_has_every_key_with_its_words() -> None:
         named |= set(definition.get("properties", {}))
     assert {key.rpartition(".")[2] for key in all_keys()} <= named
     assert "weight sync" in schema["$defs"]["Schedule"]["properties"]["sync_every"]["description"]
-    assert schema["$defs"]["Actor"]["properties"]["distributed_optimizer"]["description"], "inherited keys have theirs"
+    assert schema["$defs"]["Actor"]["properties"]["distributed_optimizer"]["description"], (
+        "inherited keys have a description"
+    )
     assert schema["additionalProperties"] is False and "steps" in schema["required"]
     assert set(schema["properties"]) == set(Config.model_fields)
 
@@ -314,7 +316,7 @@ def test_a_rank_that_refuses_its_call_leaves_the_reason_for_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """One of a node's ranks says it on the screen."""
+    """Only one rank of a node prints the message."""
     monkeypatch.setattr("rltrain.cli.evaluate.begin_as_rank", lambda: None)
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
@@ -339,7 +341,7 @@ def test_what_is_not_asked_of_a_dry_run_is_as_its_options_say(monkeypatch: pytes
 
 
 def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
-    """A dry run loads transformers, and with it torch, only to encode rows: here are neither rows nor a checkpoint."""
+    """A dry run loads transformers and torch only to encode rows. This config has neither rows nor a checkpoint."""
     program = "import sys, rltrain; assert not {'torch', 'pydantic', 'yaml', 'numpy'} & sys.modules.keys()\n"
     program += "from rltrain import Config, Placement, UserError, dry_run, run\n"
     program += "assert not {'torch', 'transformers', 'megatron'} & sys.modules.keys()\n"
@@ -444,7 +446,7 @@ def test_run_without_torchrun_starts_one_rank_and_ends_with_its_status(
     started: list[PublicConfig] = []
 
     class Started:
-        """A job that gets Ctrl-C, and ends after that."""
+        """A job that gets Ctrl-C and ends afterwards."""
 
         def __init__(self, command: list[str], env: dict[str, str]) -> None:
             assert command[1:3] == ["-m", "rltrain.cli.ranks"] and "--nproc-per-node=1" in command
@@ -489,7 +491,7 @@ data: {train: {path: train.jsonl}}
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a job whose torchrun ends by an error. Returns the exit status and the last line."""
+    """Returns a function that runs a job with a failing torchrun. Its result is the exit status and the last line."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
 
@@ -506,7 +508,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def failure(status: int, message: str = "", folder: Path | None = None, time_s: int = 1) -> ProcessFailure:
-    """Of a rank that has left `message`."""
+    """Returns the failure of a rank with `message` in its error file."""
     if folder is None:
         return ProcessFailure(0, 1234, status, "nowhere")
     content = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(time_s)}}

@@ -1,4 +1,4 @@
-"""Refusals that span several keys: each names the keys, the values and what would be accepted."""
+"""Tests of refusals over several keys. Each names the keys, the values and the accepted values."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ def make_config(**sections) -> Config:
 
 
 def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
-    """With models of these sizes; `own` has those of roles that have another one."""
+    """Checks a config for models of `sizes`. `own` has the sizes of roles with another model."""
     config = make_config(**sections)
     placement = resolve_placement(config.placement, world_size=8, ranks_per_node=8)
     architectures = dict.fromkeys(["actor", *placement.roles], sizes) | (own or {})
@@ -436,7 +436,7 @@ def test_a_critic_without_sizes_of_its_own_has_those_of_the_actor():
         check_in_world_of_8(
             **{**PPO, "placement": {**PPO["placement"], "actor,critic": "0-7"}}, actor={"parallel": {"pp": 8}}
         )
-    assert "mistakes" not in str(refused.value), "said once for both roles"
+    assert "mistakes" not in str(refused.value), "one message for both roles"
 
 
 def test_feed_forward_units_must_divide_too():

@@ -1,4 +1,4 @@
-"""Samples that go on after a turn keep what was computed of them."""
+"""Tests of samples with a cache that is kept between turns."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ REUSED, EVICTED = "rollout/kv_reused_tokens", "rollout/kv_evictions"
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each prefill computes."""
+    """Returns a list of the widths of all prefills, in tokens."""
     return widths_of_prefills(monkeypatch)
 
 
 @dataclass
 class Talk:
-    """An episode: after each turn but the last its environment says something, some decode steps later."""
+    """An episode. Its environment answers every turn but the last, some decode steps later."""
 
     sample: Sample
     answers: list[tuple[int, ...]]
@@ -51,7 +51,7 @@ class Talk:
         return self.turn > len(self.answers)
 
     def next_turn(self, *, kept: bool) -> Sample:
-        """To be submitted."""
+        """Returns the sample to submit next."""
         limit = len(self.sample.tokens) + self.turn_tokens[self.turn]
         if not self.turn:
             return replace(self.sample, turn_limit=limit, goes_on=kept)
@@ -60,7 +60,7 @@ class Talk:
 
 
 def talks(seed: int, count: int = 5) -> list[Talk]:
-    """Of one to four turns; two and two of them share a prompt."""
+    """Returns talks of one to four turns. Pairs of talks share a prompt."""
     draw = random.Random(seed)
 
     def tokens(longest: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def talks(seed: int, count: int = 5) -> list[Talk]:
 
 
 def recomputed(path: Path, made: Sequence[Talk], sampling: SamplingParams) -> list[Sample]:
-    """What an engine draws that keeps nothing between two turns."""
+    """Returns the samples of an engine that keeps nothing between two turns."""
     engine, _ = load_engine(path, max_context_tokens=CONTEXT)
     left = [replace(talk) for talk in made]
     done: dict[int, Sample] = {}
@@ -93,7 +93,7 @@ def recomputed(path: Path, made: Sequence[Talk], sampling: SamplingParams) -> li
 def hold(
     engine: EmbeddedEngine, made: Sequence[Talk], sampling: SamplingParams, disturb: Callable[[int], None]
 ) -> list[Sample]:
-    """What `engine` draws for all of them at once, while `disturb` is called before every step."""
+    """Returns the samples of `engine` with all talks at once. Calls `disturb` before every step."""
     by_id = {talk.sample.id: talk for talk in made}
     waiting: list[tuple[int, Talk]] = [(3 * index, talk) for index, talk in enumerate(made)]
     for step in range(2000):
@@ -108,7 +108,7 @@ def hold(
                 waiting.append((step + talk.waits[talk.turn - 1], talk))
         if not waiting and not engine.num_unfinished:
             return [talk.sample for talk in made]
-    raise AssertionError("some conversation does not get on")
+    raise AssertionError("some conversation makes no progress")
 
 
 def assert_same(done: Sequence[Sample], expected: Sequence[Sample]) -> None:
@@ -156,11 +156,11 @@ def test_a_further_turn_computes_what_is_new_alone(qwen3: Path, computed: list[i
     (first,) = engine.generate([Sample(0, prompt, 0, turn_limit=6, goes_on=True)], replace(GREEDY, stop_token_ids=()))
     assert computed == [len(prompt) - 1]
     (second,) = engine.generate([first.observed(answer, turn_limit=14)], replace(GREEDY, stop_token_ids=()))
-    assert computed[1:] == [1 + len(answer) - 1], "the last token drawn, and the answer but for its last"
+    assert computed[1:] == [1 + len(answer) - 1], "the last generated token, and the answer without its last token"
     assert engine.cache_metrics()[REUSED] == len(prompt) + 6 - 1
     assert (second.turns, second.status) == ((6, 14), Status.TRUNCATED)
     assert second.loss_mask == (*[True] * 6, *[False] * 3, *[True] * 5)
-    assert engine.cache_metrics()[REUSED] == 0, "since the last call"
+    assert engine.cache_metrics()[REUSED] == 0, "nothing reused since the last call"
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 400])
@@ -174,7 +174,7 @@ def test_a_conversation_that_comes_back_with_another_past_is_computed_anew(qwen3
 
 
 def finishing_steps(engine: EmbeddedEngine, samples: Sequence[Sample]) -> dict[int, int]:
-    """By id, at which step each sample is done."""
+    """Returns the finishing step of each sample, by sample id."""
     engine.submit(samples, replace(GREEDY, max_response_tokens=20, stop_token_ids=()))
     done: dict[int, int] = {}
     step = 0
@@ -215,7 +215,7 @@ def test_what_was_kept_goes_on_under_new_weights_as_what_runs_does(qwen3: Path, 
     engine.end_update(5)
     (second,) = engine.generate([first.observed((7, 8), turn_limit=8)], sampling)
     assert engine.cache_metrics()[REUSED] == 5
-    assert second.policy_versions == (0, 0, 0, 0, 0, 5, 5, 5), "what was observed has none"
+    assert second.policy_versions == (0, 0, 0, 0, 0, 5, 5, 5), "observed tokens have no version"
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 400])

@@ -1,4 +1,4 @@
-"""Conversion between the files of Hugging Face, of Megatron and of runs."""
+"""Tests of the conversion between checkpoints of Hugging Face, of Megatron and of runs."""
 
 import io
 import json
@@ -63,7 +63,7 @@ TEXT |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
 PICTURES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_position_embeddings": 4}
 PICTURES |= {"out_hidden_size": 32}
 WRITERS = {"qwen2_tied": {}, "qwen3": {"tp": 3}, "mixtral": {"ep": 2}, "moonlight": {"tp": 2, "ep": 2}}
-"""Where they are others than tp 2 and pp 2."""
+"""Families with grids other than tp 2 and pp 2."""
 
 
 def to_megatron(
@@ -92,7 +92,7 @@ def test_there_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
     assert len(list(back.glob("*.safetensors"))) > 2
     assert read_architecture(back) == read_architecture(original)
     told, kept = (json.loads((folder / "config.json").read_text()) for folder in (original, back))
-    assert kept == told, "what the architecture does not tell is kept as well"
+    assert kept == told, "keys beyond the architecture are kept too"
     for one in (original, back):
         assert difference(one, megatron) is None
 
@@ -135,7 +135,7 @@ def test_any_box_can_be_read(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_carried_along(tmp_path: Path) -> None:
-    """MiMo's, whose model is Qwen2's but for them; and what is saved from training has them too."""
+    """MiMo is Qwen2 with such layers. Checkpoints of its training have them too."""
     original, further = tmp_path / "original", {"model.mtp_layers.0.input_proj.weight": torch.randn(4, 8)}
     tensors = make_checkpoint(original, "qwen2") | further
     qwen2 = read_architecture(original)
@@ -164,7 +164,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def written_again(original: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> tuple[Path, Path]:
-    """The checkpoint as it comes back from Megatron's format, and as a run saves it, each with all of `tensors`."""
+    """Writes the checkpoint through Megatron's format and as a run saves it. Both must have all of `tensors`."""
     back, saved = folder / "back", folder / "saved"
     to_megatron(original, folder / "megatron")
     to_hf(folder / "megatron", back)
@@ -178,7 +178,7 @@ def written_again(original: Path, tensors: Mapping[str, torch.Tensor], folder: P
 
 
 def test_what_encodes_pictures_is_carried_along(tmp_path: Path) -> None:
-    """Qwen3.5's, beside layers that predict further tokens, which config.json need not tell of."""
+    """Qwen3.5 also has layers that predict further tokens. Its config.json need not mention them."""
     original = tmp_path / "original"
     config = transformers.Qwen3_5Config(text_config=TEXT | {"intermediate_size": 48}, vision_config=PICTURES)
     transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(original)
@@ -246,7 +246,7 @@ def test_describe_names_format_architecture_and_tensors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Two equal checkpoints."""
+    """Returns two equal checkpoints."""
     make_checkpoint(tmp_path / "a")
     make_checkpoint(tmp_path / "b")
     return tmp_path / "a", tmp_path / "b"
@@ -308,7 +308,7 @@ def test_architectures_are_compared_first_and_types(
 
 
 def in_processes(count: int, work: Callable[[Processes], object]) -> list[Any]:
-    """Returns what `work` returns in each of so many processes, which are threads here."""
+    """Returns the results of `work` in `count` processes, simulated by threads."""
     store = dist.HashStore()
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, [Processes(rank, count, store) for rank in range(count)]))
@@ -324,7 +324,7 @@ def test_every_process_gets_what_all_gave(count: int) -> None:
 
 
 def test_waiting_hears_signals() -> None:
-    """torchrun ends the others with SIGTERM when one has failed, and kills them 30 s later."""
+    """After a failure, torchrun sends SIGTERM to the other processes and kills them 30 s later."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise InterruptedError
@@ -359,7 +359,7 @@ def test_the_first_of_all_processes_differences_is_named(tmp_path: Path) -> None
 
 
 def shown(rank: int, *, terminal: bool) -> str:
-    """What one of two processes shows while each does half of 2 MB."""
+    """Returns the output of one of two processes. Each does half of 2 MB."""
     store, screen = dist.HashStore(), io.StringIO()
     other = ConversionProgress(Processes(1 - rank, 2, store), "to_hf", 2 * 10**6, console=Console(file=io.StringIO()))
     console = Console(file=screen, force_terminal=terminal, width=120)
@@ -382,7 +382,7 @@ SPARSE = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediat
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a checkpoint with a tensor of each expert, the same with their stacks)."""
+    """Returns a checkpoint with one tensor per expert, and the same checkpoint with stacked experts."""
     apart, stacked = tmp_path_factory.mktemp("apart"), tmp_path_factory.mktemp("stacked")
     text = TEXT | SPARSE | {"shared_expert_intermediate_size": 8}
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=PICTURES)
@@ -449,7 +449,8 @@ SaveRun = Callable[..., dict[str, Tensor]]
 
 @pytest.fixture
 def save_run(tmp_path: Path) -> SaveRun:
-    """Four ranks' files of step 4, of a run that began with `model`; the canonical tensors that they hold."""
+    """Returns a function that writes four ranks' files of step 4, of a run begun with `model`. It returns their
+    canonical tensors."""
 
     def of(model: Path, *overrides: str) -> dict[str, Tensor]:
         (tmp_path / "config.yaml").write_text(CONFIG)
@@ -481,7 +482,7 @@ def test_master_weights_are_exported_rounded_once(save_run: SaveRun, tmp_path: P
     assert export(tmp_path) == 0
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in trained.items()}
     assert_equal(stored_tensors(tmp_path / "hf"), expected)
-    assert (tmp_path / "hf/tiktoken.model").exists(), "the tokenizer comes along"
+    assert (tmp_path / "hf/tiktoken.model").exists(), "the tokenizer is copied"
     assert main(["convert", "verify", str(tmp_path / "checkpoints" / name_of(4)), str(tmp_path / "hf")]) == 0
 
 

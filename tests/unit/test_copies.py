@@ -1,4 +1,4 @@
-"""Copies of slices are the same bits on every device, with casts and FP8."""
+"""Tests of copies of slices: equal bits on every device, with casts and FP8."""
 
 import ctypes
 import os
@@ -49,7 +49,7 @@ IMPLEMENTATIONS = ("torch", *INSTRUCTIONS)
 
 @contextmanager
 def using(implementation: str) -> Iterator[None]:
-    """Tables use this implementation, and two threads."""
+    """Makes tables use this implementation with two threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,7 @@ def runs_here(implementation: str) -> bool:
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes tables use it."""
+    """Makes tables use one implementation."""
     if not runs_here(request.param):
         pytest.skip("this processor lacks the instructions")
     with using(request.param):
@@ -82,7 +82,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def implementations() -> list[str]:
-    """All that this processor can run; for the others other tests are skipped."""
+    """Returns all implementations for this processor. Other tests skip the rest."""
     return [implementation for implementation in IMPLEMENTATIONS if runs_here(implementation)]
 
 
@@ -96,7 +96,7 @@ def native_library() -> object:
 
 
 def run(example: Example, first: int, last: int, *, extra: Array | None = None) -> list[Tensor]:
-    """The bases after amax and launch of slices[first:last]; `extra` is launched along with them."""
+    """Returns the bases after amax and launch of slices[first:last]. `extra` slices are launched with them."""
     slices = example.slices if extra is None else np.concatenate([example.slices[first:last], extra])
     bases = example.bases()
     table = CopyTable(slices, CPU)
@@ -113,12 +113,12 @@ LOWER_HALVES = [0x0000, 0x0001, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 
 
 
 def all_upper_halves(low: int) -> Tensor:
-    """Returns the floats that have these lower 16 bits."""
+    """Returns all floats with these lower 16 bits."""
     return torch.from_numpy(((np.arange(2**16, dtype=np.uint32) << 16) + np.uint32(low)).view(np.float32))
 
 
 def ballast() -> Array:
-    """A slice large enough that its launch is written past the caches."""
+    """Returns a slice so large that its launch bypasses the caches."""
     kind = ElementType.FLOAT8_E4M3
     return one_slice(rows=1, cols=BALLAST_BYTES, src_base=9, dst_base=10, src_type=kind, dst_type=kind)
 
@@ -138,7 +138,7 @@ def test_copies_equal_torch_bit_for_bit_and_touch_nothing_else(
 
 
 def one_slice(**fields: int) -> Array:
-    """A slice of base 0 to base 1; what is not given is as in an empty one of float32."""
+    """Returns a slice from base 0 to base 1. Other fields are those of an empty float32 slice."""
     slices = np.zeros(1, SLICE)
     slices["amax_base"], slices["dst_base"] = -1, 1
     for name, value in fields.items():
@@ -161,7 +161,7 @@ def test_every_16_bit_value_is_converted_as_torch_does(
 
 
 def check_row(values: Tensor, source: ElementType, destination: ElementType, **fields: int) -> None:
-    """Fails unless a row is converted as torch does it."""
+    """Fails unless the conversion of a row equals torch's."""
     kinds = {"src_type": source, "dst_type": destination, "src_base": source, "dst_base": 4 + destination}
     sources = [torch.zeros(0, dtype=dtype) for dtype in DTYPES.values()]
     sources[source] = values
@@ -315,14 +315,14 @@ ELEMENT_TYPES = {dtype: kind for kind, dtype in DTYPES.items() if kind != Elemen
 
 
 def e4m3_values() -> np.ndarray:
-    """The numbers of codes 0x00 to 0x7e: 4 bits of exponent with bias 7, 3 of mantissa."""
+    """Returns the numbers of codes 0x00 to 0x7e: 4 bits of exponent with bias 7, 3 bits of mantissa."""
     codes = np.arange(0x7F)
     exponents, mantissas = codes >> 3, codes & 7
     return np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
 
 
 def slow_code(x: np.float32) -> int:
-    """The nearest e4m3 number, of two equally near ones that with an even code."""
+    """Returns the code of the nearest e4m3 number. Ties go to the even code."""
     if np.isnan(x):
         return 0x7F
     distances = np.abs(e4m3_values() - abs(float(x)))
@@ -354,7 +354,7 @@ def slow_quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_quantised_blocks_follow_the_formula(shape: tuple[int, int], magnitude: float) -> None:
     rng = np.random.default_rng(0)
     x = (rng.uniform(-1, 1, shape) * magnitude).astype(np.float32)
-    x.flat[::7] *= np.float32(2.0**-12)  # some of it becomes subnormal or zero
+    x.flat[::7] *= np.float32(2.0**-12)  # some values become subnormal or zero
     q, scales = quantize_blocks(torch.from_numpy(x))
     slow_q, slow_scales = slow_quantize(x)
     assert np.array_equal(q.view(torch.uint8).numpy(), slow_q)
@@ -386,7 +386,7 @@ def test_dequantised_values_are_near() -> None:
 
 @st.composite
 def cut_matrices(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
-    """A matrix and the rows and columns at which it is cut."""
+    """Draws a matrix, and the rows and columns of its cuts."""
     rows, cols = draw(st.integers(1, 400)), draw(st.integers(1, 400))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     matrix = torch.randn(rows, cols, generator=generator) * 10.0 ** draw(st.integers(-6, 4))
@@ -404,7 +404,7 @@ def cut_matrices(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
 def test_parts_with_reduced_amax_equal_the_whole_tensor_quantised(
     native: str, case: tuple[Tensor, list[int], list[int]]
 ) -> None:
-    """Every part lies in a tensor of its own, as on a rank of its own; what it knows of the others is the amax."""
+    """Every part is a separate tensor, as on its own rank. The parts share only the amax."""
     matrix, row_cuts, col_cuts = case
     boxes = [
         (top, left, bottom - top, right - left)
@@ -441,7 +441,7 @@ PROPERTY = settings(max_examples=30, suppress_health_check=[HealthCheck.function
 
 
 class EmulatedCopies(CudaCopies):
-    """Launches on the host."""
+    """A copy table with launches on the host."""
 
     def _ordinal_of(self, device: torch.device) -> int:
         return 0
@@ -525,7 +525,7 @@ def test_the_emulation_rounds_every_upper_half_of_a_float_as_torch_does(emulatio
 
 @st.composite
 def large_slices(draw: st.DrawFn) -> Array:
-    """Slices of many shapes, of memory that nobody has."""
+    """Draws slices of many shapes, larger than any memory."""
     slices = np.zeros(draw(st.integers(0, 6)), SLICE)
     sizes = st.one_of(st.integers(0, 300), st.integers(0, 100_000), st.just(1))
     for entry in slices:
@@ -562,7 +562,7 @@ def test_tiles_cover_every_element_once_and_fit_a_warp(slices: Array) -> None:
 
 
 def covers(tiles: Array, entry: np.void) -> bool:
-    """Whether the tiles are a grid of adjacent rows and columns that is exactly the slice."""
+    """Returns whether the tiles form a grid of adjacent rows and columns over exactly the slice."""
     if entry["rows"] == 0 or entry["cols"] == 0:
         return len(tiles) == 0
     row_starts, row_of = np.unique(tiles["row"], return_inverse=True)

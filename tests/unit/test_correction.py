@@ -1,4 +1,4 @@
-"""Importance weights and masks of samples that other weights drew, and what becomes of those that are too old."""
+"""Tests of importance weights and masks for samples of other weights, and of the limit on their age."""
 
 import math
 from typing import Any
@@ -26,12 +26,12 @@ from tests.unit.test_policy_losses import SHAPE, in_double, present_logprobs, se
 
 
 def plain_k(kind: str, log_ratio: float) -> float:
-    """Of KL(engine || actor), from log(actor / engine)."""
+    """Returns the estimate of KL(engine || actor) from log(actor / engine)."""
     return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": math.exp(log_ratio) - 1 - log_ratio}[kind]
 
 
 def plain_correction(experience: Experience, present: Tensor, loss: schema.Loss) -> dict[int, tuple[bool, float]]:
-    """(whether it is left out, its weight) of every response token, by its place."""
+    """Returns (whether it is left out, its weight) for every response token, by index."""
     correction, result = loss.correction, {}
     actor = experience.actor_logprobs if loss.old_logprobs == "actor" else present
     for places in sequences(experience):
@@ -68,7 +68,8 @@ def plain_correction(experience: Experience, present: Tensor, loss: schema.Loss)
 
 
 def plain_loss(experience: Experience, present: Tensor, loss: schema.Loss) -> Tensor:
-    """The weighted clipped loss over what is left: a mean over sequences with a token left, or over tokens."""
+    """Returns the weighted clipped loss over the remaining tokens. It is a mean over tokens, or over sequences with a
+    token left."""
     plan = plain_correction(experience, present.detach(), loss)
     old = experience.actor_logprobs if loss.old_logprobs == "actor" else experience.rollout_logprobs
     left = [[i for i in places if not plan[i][0]] for places in sequences(experience)]
@@ -103,7 +104,7 @@ OF_ENGINE = [
     {"reject_above": 0.3, "reject_by": "k3"},
     {"opsm_delta": 0.05},
 ]
-"""For the ratio against the engine itself."""
+"""Corrections of the ratio against the engine."""
 LOSSES = [
     *(schema.Loss(correction=schema.Correction(**keys), normalization="sequence_mean") for keys in CORRECTIONS),
     *(schema.Loss(correction=schema.Correction(**keys)) for keys in CORRECTIONS[-4:]),
@@ -120,7 +121,7 @@ def loss_and_gradient(experience: Experience, loss: schema.Loss) -> tuple[Tensor
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
 def test_loss_and_gradient_are_those_written_out(loss: schema.Loss) -> None:
-    """With old_logprobs: actor and tis this is decoupled PPO: behaviour, proximal and present weights all differ."""
+    """With old_logprobs: actor and tis, this is decoupled PPO. Behaviour, proximal and present weights all differ."""
     decided = set()
     for seed in range(3):
         experience = in_double(SHAPE * 2, seed, "of tokens" if seed else "of sequences")
@@ -131,7 +132,7 @@ def test_loss_and_gradient_are_those_written_out(loss: schema.Loss) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
         decided |= set(plain_correction(experience, present.detach(), loss).values())
-    assert len(decided) > 1, "a correction that treats all tokens alike shows nothing"
+    assert len(decided) > 1, "a correction that treats all tokens alike tests nothing"
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
@@ -155,7 +156,8 @@ def test_metrics_count_what_was_done(loss: schema.Loss) -> None:
 
 
 def test_what_the_engine_drew_is_weighed_by_the_present_weights_where_the_loss_has_no_ratio() -> None:
-    """-sg[r 1(low <= r <= high)] A log pi, r against the engine: a mean over tokens, of which those outside count 0."""
+    """Expects -sg[r 1(low <= r <= high)] A log pi with r against the engine. The mean counts tokens outside the bounds
+    as 0."""
     correction = schema.Correction(method="icepop", low=0.8, high=1.2)
     loss = schema.Loss(policy="reinforce", old_logprobs="rollout", correction=correction)
     experience = in_double(SHAPE * 2)
@@ -175,7 +177,7 @@ def test_what_the_engine_drew_is_weighed_by_the_present_weights_where_the_loss_h
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("method", ["tis", "mis", "icepop"])
 def test_normalized_weights_have_mean_1(method: Any, level: Any, old: Any) -> None:
-    """Over tokens, or one of each sequence, of both replicas; with mis over those that the method leaves in."""
+    """The mean is over tokens or sequences of both replicas. With mis it leaves out the masked ones."""
     correction = schema.Correction(method=method, level=level, low=0.5, high=1.4, normalize="mini_batch")
     loss = schema.Loss(policy="reinforce", old_logprobs=old, correction=correction)
     parts = [in_double(SHAPE, seed) for seed in (0, 1)]
@@ -220,7 +222,7 @@ def test_what_is_rejected_may_go_on_counting_in_the_divisor() -> None:
     assert kept.sums["pg_loss"].item() == pytest.approx(counted.sums["pg_loss"].item())
     assert 0 < kept.divisor.item() < counted.divisor.item() == num_tokens
     entropy = counted.sums["pg_loss"].item() - counted.loss.item()
-    assert entropy == pytest.approx(0.5 * num_tokens), "the entropy is of all tokens"
+    assert entropy == pytest.approx(0.5 * num_tokens), "the entropy counts all tokens"
 
 
 def test_without_a_correction_there_are_no_metrics_of_one() -> None:
@@ -243,7 +245,7 @@ def test_where_everything_is_left_out_there_is_no_loss_and_nothing_to_divide_by(
 
 
 def test_what_the_engine_or_the_actor_held_impossible_has_a_bounded_effect() -> None:
-    """Of a token that is left out no value reaches the gradient, however far off it is."""
+    """No value of a token outside the mask reaches the gradient, however extreme it is."""
     experience = packed_experience([(0, 2), (0, 2)]).with_fields(
         actor_logprobs=torch.tensor([-1.0, -1e4, -1.0, -1.0]),
         rollout_logprobs=torch.tensor([-1e4, -1.0, -1.0, -1.0]),
@@ -270,8 +272,8 @@ def test_a_missing_field_is_named() -> None:
     ("estimator", "unbiased"), [("k1", True), ("k3", True), ("k1", None), ("k3", None), ("k2", False)]
 )
 def test_the_unbiased_kl_has_the_value_and_gradient_of_the_divergence(estimator: Any, unbiased: bool | None) -> None:
-    """Every token of a vocabulary once, weighed by how likely the old policy draws it. k2 alone has the gradient too,
-    of a policy that drew the tokens itself."""
+    """Takes every token of a vocabulary once, weighted by its probability under the old policy. With on-policy tokens,
+    k2 has this gradient without a correction."""
     generator = torch.Generator().manual_seed(3)
     logits, old, reference = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -291,7 +293,7 @@ def test_the_unbiased_kl_has_the_value_and_gradient_of_the_divergence(estimator:
 
 
 def test_a_token_that_became_unlikely_does_not_outweigh_the_others() -> None:
-    """Its log-prob has fallen by 12.6 since it was drawn, and the reference still finds it likely."""
+    """Its log-prob has fallen by 12.6 since it was sampled. The reference still finds it likely."""
     drawn, present = torch.tensor([-0.1]), torch.tensor([-12.7])
     experience = packed_experience([(0, 1)]).with_fields(
         actor_logprobs=drawn, reference_logprobs=drawn, advantages=torch.zeros(1)
@@ -320,7 +322,7 @@ STEP = 6
 
 
 def rows_of(experience: Experience) -> list[list[tuple[bool, int]]]:
-    """(in the response mask, policy version) of each sample's tokens."""
+    """Returns (in the response mask, policy version) of each sample's tokens."""
     lengths = experience.lengths.tolist()
     masks, versions = experience.response_mask.split(lengths), experience.policy_version.split(lengths)
     return [list(zip(m.tolist(), v.tolist(), strict=True)) for m, v in zip(masks, versions, strict=True)]

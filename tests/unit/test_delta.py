@@ -1,4 +1,4 @@
-"""What changed since the last sync is found and sent, and checksums tell whether it arrived."""
+"""Tests of finding and sending the changes since the last sync, and of the checksums of the result."""
 
 import ctypes
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ WIDENING = sorted((source, kind) for source, kind in PAIRS if ITEM_BYTES[source]
 
 
 class EmulatedChanges(CudaChanges):
-    """Launches on the host."""
+    """Change detection with launches on the host."""
 
     def _ordinal_of(self, device: torch.device) -> int:
         return 0
@@ -91,7 +91,8 @@ def implementation(
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`packed` and what was `kept`, bytes; `slices` [SLICE] unpack them, from element `begin` on, into base 1."""
+    """The bytes `packed` and the earlier bytes `kept`. `slices` [SLICE] unpack them into base 1, from element `begin`
+    on."""
 
     packed: Tensor
     kept: Tensor
@@ -101,7 +102,7 @@ class Case:
     destination_bytes: int
 
     def unpacked(self, section: Tensor) -> Tensor:
-        """The destination after a whole unpack."""
+        """Returns the destination after a whole unpack."""
         destination = torch.full((self.destination_bytes,), 0x55, dtype=torch.uint8)
         before = torch.zeros(self.begin * self.item, dtype=torch.uint8)
         copies = TorchCopies(self.slices, CPU)
@@ -129,9 +130,9 @@ def cases(draw: st.DrawFn) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.3, 0.6, 1.0]))
     changed = torch.from_numpy(rng.random(read - begin) < share)
-    if draw(st.booleans()):  # in one place alone, so that some blocks are as they were
+    if draw(st.booleans()):  # in one place only, so that some blocks stay unchanged
         changed[elements // 2 :] = False
-    # One bit of each: signs of zeros and payloads of NaNs count.
+    # One bit of each element flips, because signs of zeros and payloads of NaNs count.
     flips = torch.from_numpy(1 << rng.integers(0, 8, read - begin)).to(torch.uint8)
     kept.view(-1, item)[changed, rng.integers(0, item)] ^= flips[changed]
     return Case(packed, kept, item, begin, slices, written * int(ITEM_BYTES[kind]) + 7)
@@ -179,10 +180,10 @@ def test_changes_applied_equal_a_whole_unpack_bit_for_bit(implementation: str, c
 def test_what_is_packed_while_it_is_compared_is_what_is_packed_before(
     implementation: str, source: ElementType, kind: ElementType
 ) -> None:
-    """Several tiles long; their edges lie within rows of slices, and within blocks that share a scale."""
+    """The data spans several tiles. Their edges fall within rows of slices, and within blocks of one scale."""
     changes = changes_on(CPU)
     if not changes.packs:
-        pytest.skip("what is compared is packed before")
+        pytest.skip("this implementation packs before it compares")
     item, begin = int(ITEM_BYTES[kind]), 64
     shapes = [(3, 50_001), (201, 1_300), (1, 7), (90, 3_001), (300, 1_024 // item)]
     slices, at, entries = np.zeros(len(shapes), SLICE), begin, 0
@@ -216,7 +217,7 @@ def test_what_is_packed_while_it_is_compared_is_what_is_packed_before(
 
 
 def one_block(places: list[int], elements: int = 300) -> tuple[Extent, Tensor, Array]:
-    """Bytes that say that `places` of the last block changed, and a slice that takes all `elements`."""
+    """Returns bytes with changes at `places` of the last block, and a slice over all `elements`."""
     extent = Extent(elements, 1, len(places), len(places))
     out = torch.zeros(extent.num_bytes, dtype=torch.uint8)
     lengths, where, _ = extent.parts(out)
@@ -274,7 +275,7 @@ def key_of_run(run: int) -> int:
 
 
 def by_hand(boxes: Array, tensors: list[Tensor], num_entries: int) -> list[int]:
-    """What csrc/reshard.h says, element by element."""
+    """Returns the checksums defined by csrc/reshard.h, element by element."""
     sums = [0] * num_entries
     for box in boxes:
         dtype = tensors[box["base"]].dtype
@@ -293,7 +294,7 @@ def by_hand(boxes: Array, tensors: list[Tensor], num_entries: int) -> list[int]:
 
 @st.composite
 def some_boxes(draw: st.DrawFn) -> Array:
-    """In tensors of all four types, places beyond 2**32 among them."""
+    """Draws boxes in tensors of all four types. Some places are beyond 2**32."""
     boxes = np.zeros(draw(st.integers(0, 4)), dtype=BOX)
     for box in boxes:
         rows, cols = draw(st.sampled_from([(1, 0), (1, 2100), (3, 1), (40, 16), (17, 96), (5, 33)]))
@@ -351,7 +352,7 @@ def test_every_bit_every_place_and_every_pair_of_rows_counts(checksum_implementa
 
 
 def test_two_elements_that_change_places_are_always_noticed() -> None:
-    """Within a run, because no two places have the same key."""
+    """No two places within a run have the same key."""
     keys = {key_of_place(place) for place in range(RUN)}
     assert len(keys) == RUN and 0 not in keys
 
@@ -373,7 +374,7 @@ def test_a_tensor_of_any_type_has_the_checksum_of_its_bits(checksum_implementati
 
 
 def steps_of(rank: int) -> Steps:
-    """Of a sync from rank 0 to rank 1, of which neither has native memory to share."""
+    """Returns the steps of a sync from rank 0 to rank 1, without shared native memory."""
     architecture = tiny_architecture("llama")
     layouts = megatron_layout(architecture, Grid((0,))), engine_layout(architecture, Grid((1,)))
     planned = plan(*layouts, rank, 2)
@@ -385,7 +386,7 @@ def steps_of(rank: int) -> Steps:
 
 @pytest.fixture
 def receiver() -> tuple[Coder, Steps, Memory]:
-    """With memory for all that arrives, of zeros."""
+    """Returns a receiver with zeroed memory for all its data."""
     steps = steps_of(1)
     coder = Coder(steps, CPU, DeltaSettings())
     coder.begin(whole=True)
@@ -435,7 +436,7 @@ def test_what_changed_since_a_run_that_failed_is_not_sent() -> None:
     coder = Coder(steps_of(0), CPU, DeltaSettings())
     coder.begin(whole=True)
     coder.finish()
-    coder.begin(whole=False)  # and does not come to its end
+    coder.begin(whole=False)  # does not finish
     with pytest.raises(SyncError, match="did not finish"):
         coder.begin(whole=False)
 
@@ -449,25 +450,25 @@ def test_an_engine_has_lost_its_weights_where_another_version_or_empty_memory_is
     def lost() -> bool:
         return WeightSyncTask.has_lost_weights(sync)  # type: ignore[arg-type]
 
-    assert lost(), "nothing has come yet"
+    assert lost(), "no update has arrived yet"
     sync.left = 4, 0, 0
     assert not lost()
     engine.policy_version = None
-    assert lost(), "an update has failed"
+    assert lost(), "an update failed"
     engine.policy_version, engine.num_restarts = 4, 1
-    assert lost(), "its process was started anew"
+    assert lost(), "its process restarted"
     engine.num_restarts = 0
     part.save()
     part.leave()
     part.allocate()
     part.fill()
-    assert not lost(), "it was on the host meanwhile"
+    assert not lost(), "its memory was only on the host for a while"
     part.leave(drop=True)
     part.allocate()
     part.fill(rewritten=True)
     assert lost()
     sync.engine = None
-    assert not lost(), "a rank of the actor alone"
+    assert not lost(), "a rank with only the actor"
 
 
 PLAIN, WHOLE_TURN, CHANGES_TURN = DeltaTurn.PLAIN, DeltaTurn.WHOLE, DeltaTurn.CHANGES
@@ -486,7 +487,7 @@ def test_everything_is_sent_first_every_so_often_and_where_it_was_lost() -> None
     assert taken(turns, 5) == [WHOLE_TURN, CHANGES_TURN, CHANGES_TURN, WHOLE_TURN, CHANGES_TURN]
     assert turns.next(lost=True) is WHOLE_TURN
     turns.finished(WHOLE_TURN)
-    assert turns.next(lost=False) is CHANGES_TURN  # and does not come to its end
+    assert turns.next(lost=False) is CHANGES_TURN  # does not finish
     assert turns.next(lost=False) is WHOLE_TURN
 
 
@@ -499,7 +500,7 @@ def test_where_comparing_saves_nothing_it_is_tried_ever_more_seldom() -> None:
     assert rests[:4] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, 8 * FIRST_REST]
     assert max(rests) == LONGEST_REST and found.count(PLAIN) == sum(rests) + LONGEST_REST - (tried[-1] + 65 - 400)
     sparse = taken(turns, LONGEST_REST + 3)
-    assert sparse[-2:] == [CHANGES_TURN, CHANGES_TURN], "it is found when few change again"
+    assert sparse[-2:] == [CHANGES_TURN, CHANGES_TURN], "the change detection notices when few elements change again"
 
 
 def test_where_every_sync_finds_its_destination_lost_nothing_is_remembered_for_long() -> None:
@@ -536,7 +537,7 @@ def test_behind_a_difference_all_are_compared() -> None:
 def test_changes_are_sent_only_to_those_that_have_all_of_the_sync_before(
     full_every: int, events: list[tuple[bool, bool, float]]
 ) -> None:
-    """Whatever is lost, fails or saves nothing."""
+    """Covers lost weights, failed syncs and all shares of changed elements."""
     turns, remembers, since = DeltaTurns(full_every), False, 0
     for lost, fails, share in events:
         turn = turns.next(lost=lost)

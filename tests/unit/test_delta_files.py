@@ -1,4 +1,4 @@
-"""Files of what changed between two versions of the weights."""
+"""Tests of files with the changes between two versions of the weights."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ PART_BYTES = 50_000
 NUM_RANKS = 2
 LIMIT_S = 30.0
 FEW = int(os.environ.get("RLTRAIN_FUZZ_COUNT", "60"))
-"""Damaged copies; more by hand."""
+"""The number of damaged copies. RLTRAIN_FUZZ_COUNT overrides it."""
 
 
 @cache
@@ -65,7 +65,7 @@ def weights() -> dict[str, Tensor]:
 
 
 class Store:
-    """Stands in for the store that ranks share."""
+    """A stand-in for the store shared by ranks."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Store:
 
 @dataclass
 class Served:
-    """A server, as protocol and calls: it loads what it is given, and refuses what it should."""
+    """A server as protocol and calls. It loads valid updates and refuses all others."""
 
     url: str = "http://server"
     label: str | None = "its own"
@@ -127,7 +127,7 @@ def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
 
 
 class Ranks:
-    """Those of a role, in threads, with their `DeltaWeights`."""
+    """The ranks of a role in threads, with their `DeltaWeights`."""
 
     def __init__(self, folder: Path, delta: WeightDelta) -> None:
         self.pool, self.folder, store = ThreadPoolExecutor(NUM_RANKS), folder, Store()
@@ -165,9 +165,9 @@ class Ranks:
 
 UPDATES = st.lists(
     st.tuples(
-        st.sampled_from([0.0, 0.001, 0.05, 1.0]),  # what changes
-        st.sets(st.integers(0, 2)),  # servers that the update does not reach
-        st.sets(st.integers(0, 2)),  # servers that were started anew before it
+        st.sampled_from([0.0, 0.001, 0.05, 1.0]),  # share of changed elements
+        st.sets(st.integers(0, 2)),  # servers without this update
+        st.sets(st.integers(0, 2)),  # servers restarted before it
     ),
     min_size=2,
     max_size=7,
@@ -192,7 +192,7 @@ def test_whatever_servers_miss_they_end_with_the_whole_weights(
                     ranks.give(number % NUM_RANKS, server)
                     assert server.label == ranks.weights[0].label and same(server.tensors, present)
             chain = [path.name for _, path in ranks.weights[0]._chain]
-            assert ranks.folders() == sorted(chain) and len(chain) <= full_every, "what no server needs is removed"
+            assert ranks.folders() == sorted(chain) and len(chain) <= full_every, "unneeded folders are removed"
             metrics = ranks.weights[0].metrics()
             assert metrics == ranks.weights[1].metrics()
             assert metrics["rollout/weight_files_are_full"] == float(f"version_{version}" in ranks.folders())
@@ -230,7 +230,7 @@ def test_once_deltas_are_as_large_as_all_of_it_all_is_written(tmp_path: Path) ->
 
 
 def test_one_that_refuses_what_changed_gets_everything(tmp_path: Path) -> None:
-    """Where a file is damaged after all, its refusal is raised, and it keeps what it has."""
+    """Raises the refusal if a delta is damaged. The server then keeps its weights."""
     ranks, server, present = Ranks(tmp_path, WeightDelta()), Served(), weights()
     for version in range(3):
         present = changed_somewhat(present, version)
@@ -301,7 +301,7 @@ def damageable(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def outcome(folder: Path, damageable: SimpleNamespace) -> bool:
-    """Whether it was applied, and then rightly; else it was refused before anything was."""
+    """Returns True if the delta was applied correctly, and False if it was refused before any change."""
     held = {name: tensor.clone() for name, tensor in damageable.old.items()}
     try:
         delta = Delta(folder)
@@ -314,7 +314,7 @@ def outcome(folder: Path, damageable: SimpleNamespace) -> bool:
 
 
 def test_damaged_deltas_are_refused(damageable: SimpleNamespace, tmp_path: Path) -> None:
-    """Any byte of a file and any part of the manifest, even where its checksum is made to fit the damage."""
+    """Damages any byte of a file and any part of the manifest, even with a matching checksum."""
     folder = tmp_path / "delta"
     shutil.copytree(damageable.folder, folder)
     assert outcome(folder, damageable)
@@ -331,7 +331,7 @@ def test_damaged_deltas_are_refused(damageable: SimpleNamespace, tmp_path: Path)
 
 
 def test_files_that_nobody_wrote_so_are_refused(damageable: SimpleNamespace, tmp_path: Path) -> None:
-    """Whose checksums fit: nothing but DeltaRefused is raised, whatever stands in them."""
+    """The checksums match the damaged files. No error other than DeltaRefused may be raised."""
     folder = tmp_path / "delta"
     shutil.copytree(damageable.folder, folder)
     name = sorted(files_of(folder))[0]
@@ -354,7 +354,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Server:
-    """An engine's parameters, and what loads into them."""
+    """The parameters of an engine, and the reloads into them."""
 
     def __init__(self, checkpoint: Path, dtype: str) -> None:
         layout = engine_layout(read_architecture(checkpoint), Grid((0,)), dtype=dtype)
@@ -381,7 +381,7 @@ class Server:
 @pytest.mark.parametrize("sent", TYPES)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_deltas_make_what_the_whole_makes(family: str, sent: str, served: str, tmp_path: Path) -> None:
-    """Fused matrices, experts and latent attention; a server may keep weights in another type than is sent."""
+    """Covers fused matrices, experts and latent attention. A server may keep its weights in another dtype."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", family)
     versions = [{name: tensor.to(TYPES[sent]) for name, tensor in tensors_of(checkpoint).items()}]
     versions += [changed_somewhat(versions[0], 0)]
@@ -414,7 +414,9 @@ def refuse(rig: SimpleNamespace, folder: Path, said: str, label: str | None = No
     with pytest.raises(CheckpointError, match=said):
         rig.server.load(folder, label)
     assert rig.server.reloads.label() == held
-    assert all(torch.equal(bits, before[name]) for name, bits in rig.server.bits.items()), "it keeps what it has"
+    assert all(torch.equal(bits, before[name]) for name, bits in rig.server.bits.items()), (
+        "the server keeps its weights"
+    )
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(rig: SimpleNamespace) -> None:
@@ -429,7 +431,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(rig: SimpleNamespa
 
 
 def test_weights_that_somebody_else_changed_are_of_no_version(rig: SimpleNamespace) -> None:
-    """And take no further delta, but a whole checkpoint."""
+    """They take no further delta, but they take a whole checkpoint."""
     for parameter in rig.server.parameters.values():
         parameter.view(-1)[-1] += 1.0
     with pytest.raises(CheckpointError, match="differs from the sender's tensor"):
@@ -442,7 +444,7 @@ def test_weights_that_somebody_else_changed_are_of_no_version(rig: SimpleNamespa
 
 
 def test_what_breaks_off_is_of_no_version(rig: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that goes away in between."""
+    """A file disappears in the middle of the reload."""
     compare = served_engine._compare
 
     def lose(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Pages say what is so: their commands run, their examples work, their links lead somewhere."""
+"""Tests of the pages: their commands run, their examples work, their links lead somewhere."""
 
 import argparse
 import ast
@@ -54,9 +54,9 @@ PLACEMENTS: tuple[Values, ...] = (
     {"actor, reference, rollout, reward": "all"},
     {"actor": "all"},
 )
-"""What a page's config leaves to its reader, who places roles in one of these ways where the page places none."""
+"""Placements for a page's config without one. Readers choose one of them."""
 WHOLE = ("placement", "train")
-"""Sections that are not merged."""
+"""Sections that are replaced, not merged."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Example:
     language: str
     text: str
     before: str
-    """The last lines that stand before it."""
+    """The paragraph before the block."""
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ class Example:
 
     @property
     def file(self) -> str | None:
-        """Returns the name of the file that it is, as the paragraph before it says."""
+        """Returns the name of the block's file, from the paragraph before it."""
         names = NAMED.findall(self.before)
         return names[-1] if names and names[-1].endswith(SUFFIXES[self.language]) else None
 
@@ -83,7 +83,7 @@ SUFFIXES = {"python": (".py",), "json": (".json", ".jsonl"), "yaml": (".yaml",)}
 
 
 def examples_of(page: Path) -> list[Example]:
-    """Returns every block of a page."""
+    """Returns all blocks of a page."""
     text, name = page.read_text(), page.relative_to(REPOSITORY).as_posix()
     found = []
     for match in BLOCK.finditer(text):
@@ -97,7 +97,7 @@ EXAMPLES = [example for page in PAGES for example in examples_of(page)]
 
 
 def settings_of(page: Path) -> list[tuple[str, str]]:
-    """Returns the settings that a page's sentences quote, each with the page: `a.b: value`, `a.b=value`, `a: {...}`."""
+    """Returns pairs of the page and a setting quoted in its sentences: `a.b: value`, `a.b=value`, `a: {...}`."""
     spans = [span.replace("\n", " ") for span in SPAN.findall(BLOCK.sub("", page.read_text()))]
     sections = Config.model_fields.keys()
     name = page.relative_to(REPOSITORY).as_posix()
@@ -105,7 +105,7 @@ def settings_of(page: Path) -> list[tuple[str, str]]:
 
 
 def overrides_of(setting: str) -> list[str]:
-    """Returns the setting as a command takes it."""
+    """Returns the setting in the form of command-line overrides."""
     key, separator, value = setting.partition(": ")
     return [f"{key}={value}"] if separator and "=" not in key else shlex.split(setting)
 
@@ -115,12 +115,12 @@ def of_language(language: str) -> list[Example]:
 
 
 def before_on_its_page(example: Example) -> list[Example]:
-    """Returns the earlier blocks of its page."""
+    """Returns the earlier blocks of the same page."""
     return [other for other in EXAMPLES if other.page == example.page and other.line < example.line]
 
 
 def merged(base: Values, own: Values) -> Values:
-    """Returns `base` with the keys of `own`."""
+    """Returns `base` with the keys of `own` in their place."""
     made = dict(base)
     for key, value in own.items():
         nested = isinstance(value, dict) and isinstance(base.get(key), dict) and key not in WHOLE
@@ -129,8 +129,8 @@ def merged(base: Values, own: Values) -> Values:
 
 
 def configs_of(example: Example, read: Callable[[str], Values]) -> Iterator[Values]:
-    """Yields what readers make of a config: the block alone, with one block of those before it, and with all of them,
-    beside what pages leave out. `read` reads YAML."""
+    """Yields the configs that readers may build from a block: alone, with one earlier block, and with all earlier
+    blocks. Adds the keys left out by pages. `read` reads YAML."""
     earlier = [read(other.text) for other in before_on_its_page(example) if other.language == "yaml"]
     together = functools.reduce(merged, earlier, Values())
     for before in ({}, *earlier, together):
@@ -141,7 +141,7 @@ def configs_of(example: Example, read: Callable[[str], Values]) -> Iterator[Valu
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Writes the files that the page shows."""
+    """Writes the files shown on the page."""
     for other in EXAMPLES:
         if other.page == page and other.language in SUFFIXES and other.file is not None:
             path = folder / other.file
@@ -157,7 +157,7 @@ def test_the_config_reference_is_the_schema() -> None:
 
 
 def test_the_config_reference_has_every_key() -> None:
-    """Of a section that several keys have, the first has its keys."""
+    """If several keys share a section, the first one lists the section's keys."""
     text = document()
     explained_elsewhere = [
         line.split("`")[1].replace("[]", "") for line in text.splitlines() if "Its keys are those of" in line
@@ -194,7 +194,7 @@ def test_every_change_has_a_file_to_open_that_defines_the_name() -> None:
 
 @functools.cache
 def texts_of_the_code() -> str:
-    """All that the code may say, the parts of a text that stand for values left out."""
+    """Returns all texts of the code. Values inside f-strings become zero bytes."""
     parts = []
     for path in sorted((REPOSITORY / "rltrain").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -235,11 +235,11 @@ def test_every_dependency_has_a_row_with_its_bound() -> None:
             assert name in rows, f"docs/dependencies.md has no row of {name}"
             said = {"==": f"exactly {version}:", ">=": f" {version}:"}.get(operator, "")
             assert rows is dev or said in rows[name], f"the lower bound of {name}"
-    assert len(needed) == len(project["dependencies"]) + 1, "with its heading"
+    assert len(needed) == len(project["dependencies"]) + 1, "one row per dependency, plus the heading"
 
 
 def test_every_page_stands_in_the_navigation() -> None:
-    """mkdocs warns of it too, where it is installed."""
+    """mkdocs also warns about missing pages, but it may not be installed."""
     navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if ".template." not in path.name}
     assert pages == set(re.findall(r"\S+\.md", navigation))
@@ -263,10 +263,10 @@ RUN_ELSEWHERE = {
     "python3 -m venv ENV && ENV/bin/pip install -r launch/constraints-sglang.txt": "what launch/environment.sh does",
     "mkdocs serve": "test_documentation.py builds the site",
 }
-"""Commands without a parser of ours, and what shows that they are right."""
+"""Commands without a parser of rltrain, and the check of each."""
 
 NEEDS_GPUS = {"configs/gsm8k_qwen3_0.6b.yaml": "Qwen3-0.6B at full batch; test_gsm8k.py runs gsm8k_tiny.yaml"}
-"""Configs that commands name and that nothing here runs whole: their commands are checked as all others are."""
+"""Configs named by commands that no test runs in full. Their commands are checked like all others."""
 
 RUN = (
     "rltrain doctor",
@@ -275,21 +275,22 @@ RUN = (
     "python tools/make_",
     *(f"rltrain convert {what}" for what in ("hf-to-megatron", "megatron-to-hf", "inspect", "verify")),
 )
-"""How commands begin that need neither a GPU nor minutes; `run-to-hf` needs a run, as in test_convert_checkpoint.py."""
+"""Prefixes of commands without need for a GPU or minutes. `run-to-hf` needs a run, as in test_convert_checkpoint.py."""
 
 QUICKSTART = "configs/quickstart.yaml"
 NO_COMMANDS = ("    ", " ", "ranks 0-7: peak", "launch/  ", "sequential ", "ids  ", "{")
-"""How blocks begin that show something else."""
+"""Prefixes of blocks without commands."""
 
 
-class Parsed(Exception):  # noqa: N818 - the end of what is wanted of a command
+class Parsed(Exception):  # noqa: N818 - not an error, but the end of parsing
     def __init__(self, values: argparse.Namespace) -> None:
         self.values = values
 
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], list[str]], argparse.Namespace]:
-    """What a main function's own parser makes of arguments; the function goes no further."""
+    """Returns a function that parses arguments with the parser of a main function. The main function stops after
+    parsing."""
     for name in ("parse_args", "parse_intermixed_args"):
         original = getattr(argparse.ArgumentParser, name)
 
@@ -316,12 +317,12 @@ def is_placeholder(path: str) -> bool:
 
 
 def with_numbers(words: list[str]) -> list[str]:
-    """N, R and PORT stand for numbers."""
+    """Replaces N, R and PORT by numbers."""
     return ["1" if word in ("N", "R", "PORT") else word for word in words if word != "key=value"]
 
 
 def alternatives(words: list[str]) -> list[list[str]]:
-    """One command for each of "a|b|c"."""
+    """Returns one command for each of "a|b|c"."""
     [varied] = [i for i, word in enumerate(words) if re.fullmatch(r"\w+(\|\w+)+", word)] or [None]
     if varied is None:
         return [words]
@@ -329,7 +330,8 @@ def alternatives(words: list[str]) -> list[list[str]]:
 
 
 def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The main function of a script, which finds its neighbours as when it is started; or the subcommand it runs."""
+    """Returns the main function of a script, with its neighbours importable. If the script runs a subcommand, returns
+    that."""
     if subcommand := RUNS.search(path.read_text()):
         return functools.partial(run_script, subcommand[1])
     monkeypatch.syspath_prepend(str(path.parent))
@@ -343,7 +345,7 @@ def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def world_of(text: str) -> tuple[int, int]:
-    """Returns the ranks that a command starts, and those of a node: of a range of nodes the largest."""
+    """Returns the ranks of a command and the ranks per node. Takes the largest number of a range of nodes."""
     per_node = re.search(r"--nproc-per-node[ =](\d+)", text)
     nodes = re.search(r"--(?:nnodes|nodes)[ =](?:\d+:)?(\d+)", text)
     ranks = int(per_node[1]) if per_node else 8 if nodes else 1
@@ -351,9 +353,9 @@ def world_of(text: str) -> tuple[int, int]:
 
 
 def check_config(values: argparse.Namespace, command: Command, folder: Path) -> None:
-    """Makes the dry run in `folder`, which is empty. A reader's own config is the quickstart's.
+    """Makes the dry run in the empty `folder`. Uses the quickstart's config for a reader's own config.
 
-    Raises the UserError that the job is refused with.
+    Raises UserError if the job is refused.
     """
     config, overrides = getattr(values, "config", None), getattr(values, "overrides", [])
     if config is None:
@@ -377,7 +379,7 @@ def script_and_rest(words: list[str]) -> tuple[Path, list[str]]:
 
 
 def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if script.name == "gpu_check.sh":  # starts the program of that name
+    if script.name == "gpu_check.sh":  # starts gpu_check.py
         parse(main_of(script.with_suffix(".py"), monkeypatch), arguments)
         return
     options = {argument for argument in arguments if argument.startswith("--")}
@@ -390,12 +392,12 @@ def check_shell_script(script: Path, arguments: list[str], parse: Any, monkeypat
 
 
 def made_before(command: Command) -> set[str]:
-    """The files that commands of the same page make."""
+    """Returns the files made by commands of the same page."""
     return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
 
 
 def shown_on(page: str) -> set[str]:
-    """Returns the files that a page shows; its configs are checked as examples."""
+    """Returns the files shown on a page. Their configs are checked as examples."""
     return {str(example.file) for example in EXAMPLES if example.page == page and example.file is not None}
 
 
@@ -446,7 +448,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(page: str, tmp_path: Pat
 
 
 def with_folders(words: list[str]) -> list[str]:
-    """Returns the words with a checkpoint for HF_DIR, and a folder for what a command makes."""
+    """Returns the words with a checkpoint for HF_DIR and a folder for outputs."""
     given = {"HF_DIR": str(REPOSITORY / "tests/warmed_up"), "DIR": "made"}
     made = {"HF_DIR": "made_hf", "DIR": "made"}
     pairs = zip(["", *words], words, strict=False)
@@ -454,14 +456,14 @@ def with_folders(words: list[str]) -> list[str]:
 
 
 def of_module(program: str, rest: list[str]) -> tuple[str, list[str]]:
-    """What `python -m rltrain` and `torchrun ... -m rltrain` are short for."""
+    """Expands `python -m rltrain` and `torchrun ... -m rltrain`."""
     if program in ("python", "torchrun") and "-m" in rest and rest[rest.index("-m") + 1] == "rltrain":
         return "rltrain", rest[rest.index("-m") + 2 :]
     return program, rest
 
 
 def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """AssertionError, or the error of what reads it, where the command is wrong."""
+    """Raises AssertionError, or the error of the reading program, if the command is wrong."""
     words = command.words()
     if " ".join(words) in RUN_ELSEWHERE:
         return
@@ -490,7 +492,7 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch, folder:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_block_for_a_shell_is_overlooked(page: Path) -> None:
-    """All of its lines are commands, or none, or it begins with one behind "$ " and shows what that prints."""
+    """A block has only commands or none. Or it begins with a command after "$ " and shows its output."""
     for block in blocks(page):
         lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if line.strip()]
         known = [bool(program_of(line)) for line in lines]
@@ -513,12 +515,12 @@ ROW = {
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}],
 }
 READERS_FILES = ("my_reward.py", "rewards/form.py")
-"""Functions that pages leave to their reader."""
+"""Files of functions that pages leave to their reader."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with what a reader has: a tokenizer, rows and functions."""
+    """Returns the working directory with a reader's files: a tokenizer, rows and functions."""
     monkeypatch.chdir(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path / "model")
     for name in ("rows.jsonl", "gsm8k/train.jsonl", "train.jsonl", "eval.jsonl", "aime.jsonl", "talks.jsonl"):
@@ -533,14 +535,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(text: str) -> dict[str, Any]:
-    """Returns YAML as configs are read."""
+    """Returns the values of YAML, read like a config."""
     path = Path("block.yaml")
     path.write_text(text)
     return read_source(path).data
 
 
 def refusals(example: Example, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields why the config is refused, in each of WORLDS."""
+    """Yields the reasons of refusals of the config, for each of WORLDS."""
     for world in WORLDS:
         try:
             describe(validated(Source(dict(values), example.title)), DryRunOptions(world, 8))
@@ -549,7 +551,7 @@ def refusals(example: Example, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_example(example: Example) -> None:
-    """AssertionError where no reader can use the config."""
+    """Raises AssertionError if no reader can use the config."""
     own = read(example.text)
     if own.keys() >= {*GPU_KEYS}:
         gpu_named("block.yaml")
@@ -585,7 +587,7 @@ def test_a_config_that_is_refused_is_found(text: str, expected: str, folder: Pat
 
 
 SETTINGS = [one for page in PAGES if page.parent.name != "coming_from" for one in settings_of(page)]
-"""The pages of coming_from/ quote settings of other trainers beside ours."""
+"""Settings on all pages except coming_from/. Those pages also quote settings of other trainers."""
 STANDS_FOR_VALUES = {
     "advantages.overlong_penalty: {buffer_tokens: B, factor: f}": "letters for numbers",
     "preference.center_coef: c": "a letter for a number",
@@ -607,7 +609,7 @@ def test_rows_are_json(example: Example) -> None:
 
 
 PROGRAMS = [example for example in of_language("python") if example.file is None]
-"""Of the others a page's configs and programs make use."""
+"""Python blocks to run. Blocks with a file name are used by configs and programs of their page."""
 
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=lambda example: example.title)
@@ -639,6 +641,6 @@ def test_what_stands_for_values_is_on_a_page() -> None:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    """Those without a language are commands, or show what is printed: see test_documentation.py."""
+    """Blocks without a language are commands or show output. test_documentation.py checks them."""
     unknown = [example.title for example in EXAMPLES if example.language not in ("", "text", "yaml", "python", "json")]
     assert not unknown

@@ -1,4 +1,4 @@
-"""What a dry run prints and tries, and what it doubts."""
+"""Tests of the text, the checks and the doubts of a dry run."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ def make(placement, **sections):
 
 
 def memory(placement, guests=(), **sections):
-    """Lines without their indent, words without their columns."""
+    """Returns lines without their indent, with single spaces between words."""
     config, placed = make(placement, **sections)
     return [" ".join(line.split()) for line in describe_memory(steady_order(config, placed), config, placed, guests)]
 
@@ -179,7 +179,7 @@ def test_the_mode_comes_with_its_limits(schedule, words):
 def test_the_step_in_the_middle_is_complete_and_without_an_evaluation():
     config, placement = make(COLOCATED, evaluation={"interval": 1})
     order = build_order(config, placement)
-    assert fullest_step(order) == 0, "every step has one"
+    assert fullest_step(order) == 0, "every step has an evaluation"
     config, placement = make(APART, algorithm="ppo", critic={"critic_warmup_steps": 7}, evaluation={"interval": 7})
     assert fullest_step(build_order(config, placement)) == 8
     assert fullest_step(Order.of([])) == 0
@@ -192,7 +192,7 @@ def test_a_run_of_one_step_can_be_described():
 
 
 def rows_of(*overrides: str, model: str = str(WARMED_UP), config: str = "quickstart") -> str:
-    """What is said of rows, its lines joined."""
+    """Returns the section about rows as one line."""
     text = describe_job(CONFIGS / f"{config}.yaml", [f"model.path={model}", *overrides], DryRunOptions(4, 4))
     return " ".join(text.partition("\nRows\n")[2].split())
 
@@ -394,7 +394,7 @@ def test_all_variables_that_the_project_names_are_known() -> None:
 
 def test_changes_for_engines_that_have_left_their_gpus_are_doubted() -> None:
     delta, together = "weight_sync.delta={}", "placement={'actor, reference, rollout, reward': all}"
-    assert doubts_about(delta) == [], "engines on ranks of their own"
+    assert doubts_about(delta) == [], "engines have their own ranks"
     (doubt,) = doubts_about(delta, together)
     assert doubt.startswith("weight_sync.delta: got a section with rollout.offload auto on ranks 0-3")
     assert doubts_about(delta, together, "rollout.offload=false") == []
@@ -418,7 +418,7 @@ DOUBTS = {
         "schedule.in_flight_sync=true",
     ),
 }
-"""What is said of overrides, and others each of which is beyond doubt."""
+"""Overrides with their doubt, and further overrides that resolve it."""
 
 
 @pytest.mark.parametrize("told", DOUBTS)

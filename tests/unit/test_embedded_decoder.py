@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once and repeated, and the memory they work on."""
+"""Tests of recorded and replayed decode steps, and of their memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_recordings_end_with_the_cache_and_when_weights_move(qwen3: Path) -> Non
     engine, parameters, stand_in = recording_engine(qwen3)
     requests = ragged_requests()
 
-    def move() -> None:  # as memory that is offloaded comes back
+    def move() -> None:  # like the return of offloaded memory
         for tensor in parameters.values():
             left = tensor.data
             tensor.data = left.clone()
@@ -117,7 +117,7 @@ def test_sizes_of_recorded_steps() -> None:
 
 
 def test_few_sizes_are_recorded(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs some 60 ms on a GPU, and memory: no more than two between powers of two, however many samples run."""
+    """Each size costs about 60 ms on a GPU, and memory. At most two sizes are recorded between powers of two."""
     sizes, running = set[int](), set[int]()
     forward, step = EngineModel.forward, Decoder.step
     monkeypatch.setattr(EngineModel, "forward", lambda self, *rest: (sizes.add(len(rest[0])), forward(self, *rest))[1])
@@ -133,14 +133,14 @@ GREEDY_OF_20 = SamplingParams(0.0, 1.0, 0, 20, ())
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> GraphDevice:
-    """Of the test, with one communicator that all recorded steps use."""
+    """Returns the test's device, with one communicator for all recorded steps."""
     device = GraphDevice(holders=[WeakSet[Graph]()])
     device.install(monkeypatch)
     return device
 
 
 def generate(engine: EmbeddedEngine) -> list[list[int]]:
-    """Often enough for steps to be recorded."""
+    """Generates often enough to record steps."""
     for _ in range(2):
         engine.generate(ragged_requests(4), GREEDY_OF_20)
     return [list(done.tokens) for done in engine.generate(ragged_requests(4), GREEDY_OF_20)]
@@ -175,7 +175,7 @@ def test_a_closed_engine_holds_no_communicator(qwen3: Path, device: GraphDevice)
 
 
 class Released:
-    """In the place of Communicators: before every task it destroys the one that is given."""
+    """A stand-in for Communicators. It destroys the given communicator before every task."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -223,7 +223,7 @@ LATENTS = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=7, value_dim=5, s
 
 
 def small_cache(attention: AttentionShape = HEADS) -> SlotCache:
-    """Two layers, at most 12 slots of 48 positions."""
+    """Returns a cache of two layers, with at most 12 slots of 48 positions."""
     return SlotCache(CacheShape(2, attention, 12, 48, torch.float32, torch.device("cpu")))
 
 
@@ -282,7 +282,7 @@ def test_latents_are_kept_once_and_values_are_a_part_of_them() -> None:
 
 
 def test_half_precision_attends_as_everything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the attention that never takes cuDNN's kernel."""
+    """Uses the attention that never takes cuDNN's kernel."""
     attended = []
 
     def noted(*tensors: torch.Tensor, **settings: float | None) -> torch.Tensor:
@@ -309,7 +309,7 @@ def test_the_last_places_of_each_group_whichever_trajectory() -> None:
 
 
 def test_they_are_what_a_greedy_engine_draws_and_the_others_what_they_were(qwen3: Path) -> None:
-    """With fewer slots than samples, a suspension in the middle, and tokens that end some early."""
+    """The engine has fewer slots than samples and is suspended in the middle. Stop tokens end some samples early."""
     requests, sampled = ragged_requests(), SamplingParams(1.3, 0.9, 0, 24, (3, 4))
     whole, _ = load_engine(qwen3)
     drawn, greedy = (whole.generate(requests, replace(sampled, temperature=heat)) for heat in (1.3, 0.0))

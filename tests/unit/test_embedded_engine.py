@@ -1,4 +1,4 @@
-"""The embedded engine draws what a whole forward pass gives, in one call or step by step."""
+"""Tests of the embedded engine against a whole forward pass, in one call and step by step."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def assert_same_completions(left: Sequence[Sample], right: Sequence[Sample]) -> 
 
 
 def until(stops: Collection[int], tokens: list[int]) -> list[int]:
-    """With the first of `stops`, if there is one, as the last."""
+    """Returns the tokens through the first of `stops`, or all of them."""
     return tokens[: next((n + 1 for n, token in enumerate(tokens) if token in stops), None)]
 
 
@@ -114,7 +114,7 @@ def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeyp
 
 
 def test_completions_do_not_depend_on_order_or_company(qwen3: Path) -> None:
-    """Samples of one prompt differ by their seeds."""
+    """Samples of the same prompt differ by their seeds."""
     engine, _ = load_engine(qwen3, max_running_requests=5)
     of_one_prompt = [Sample(number, ragged_requests(3)[2].prompt, seed=number) for number in range(5)]
     requests = [*ragged_requests(8), *of_one_prompt]
@@ -176,7 +176,7 @@ def test_stop_strings_need_a_tokenizer(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("kv_tokens", [None, 600])
 def test_logits_that_are_not_finite_end_their_own_sample(qwen3: Path, kv_tokens: int | None) -> None:
-    """Whatever takes its place in the cache, what was drawn before counts, and the others draw what they would have."""
+    """Covers every kind of cache. Earlier tokens of the failed sample count, and the other samples stay the same."""
     engine, parameters = load_engine(qwen3, max_running_requests=3, kv_tokens=kv_tokens)
     requests = ragged_requests(12)
     expected = engine.generate(requests, sampled())
@@ -220,13 +220,13 @@ SAMPLED = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5))
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+    """Returns the same architecture with other weights."""
     return write_checkpoint(tmp_path_factory.mktemp("other"), "qwen3", seed=1)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(qwen3: Path) -> dict[int, Sample]:
-    """By id, what each of `ragged_requests` gives in one call."""
+    """Returns the results of `ragged_requests` in one call, by sample id."""
     return {done.id: done for done in load_engine(qwen3)[0].generate(ragged_requests(), SAMPLED)}
 
 
@@ -308,7 +308,7 @@ def test_a_suspended_response_continues_in_another_engine(qwen3: Path, uninterru
 
 @torch.no_grad()
 def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: Sample) -> list[int]:
-    """Greedy tokens where `models[i]` draws token i, on the keys and values that those before it computed."""
+    """Returns greedy tokens. `models[i]` generates token i on the keys and values of the earlier models."""
     cache = transformers.DynamicCache()
     tokens, fed = [], torch.tensor([request.prompt])
     for model in models:
@@ -419,7 +419,7 @@ def test_generate_and_release_need_an_idle_engine(qwen3: Path) -> None:
     with pytest.raises(ValueError, match=r"release_cache with 2 samples unfinished.*suspend"):
         engine.release_cache()
     assert len(drain(engine)) == 2
-    engine.submit(ragged_requests(2), SAMPLED)  # another sampling, once nothing is unfinished
+    engine.submit(ragged_requests(2), SAMPLED)  # another sampling is allowed once all samples are finished
 
 
 def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[int, Sample]) -> None:

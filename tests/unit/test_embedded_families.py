@@ -1,4 +1,4 @@
-"""The embedded engine with experts, adapters, FP8 and recorded routing."""
+"""Tests of the embedded engine with experts, adapters, FP8 and recorded routing."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ ONE, CPU = Grid((0,)), torch.device("cpu")
 
 
 def random_adapters(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Of all matrices, in PEFT's files in `folder`."""
+    """Writes random adapters of all matrices to PEFT files in `folder` and returns them."""
     adapted = canonical_tensors(read_architecture(path).adapted(LORA.rank, None))
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -81,7 +81,7 @@ def random_adapters(path: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def merged(path: Path, folder: Path, adapters: dict[str, torch.Tensor]) -> Path:
-    """The checkpoint in `path` with what the adapters add."""
+    """Writes a checkpoint to `folder` with the adapters merged into the weights of `path`."""
     shutil.copytree(path, folder)
     weights = load_file(folder / "model.safetensors")
     for name, a in adapters.items():
@@ -105,7 +105,7 @@ def engine_on(architecture: Architecture, parameters: dict[str, torch.Tensor], *
 
 
 def engine_with_adapters_apart(path: Path, folder: Path) -> EmbeddedEngine:
-    """Its adapters come from PEFT's files by way of training's layout."""
+    """Returns an engine with separate adapters. They come from PEFT files through the training layout."""
     architecture = read_architecture(path)
     adapted = architecture.adapted(LORA.rank, None)
     layout, beside = (engine_layout(of, ONE) for of in (architecture, adapted))
@@ -129,7 +129,7 @@ def test_what_is_drawn_is_what_merged_weights_draw(checkpoints: dict[str, Path],
         assert found.tokens == wanted.tokens
         torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(wanted.logprobs), atol=1e-4, rtol=0)
     plain = [done.tokens for done in base.generate(samples, GREEDY)]
-    assert plain != [done.tokens for done in expected.generate(samples, GREEDY)], "the adapters change what is drawn"
+    assert plain != [done.tokens for done in expected.generate(samples, GREEDY)], "the adapters change the tokens"
 
 
 SPARSE_NAMES, DENSE = [*SPARSE_FAMILIES], [*OTHER_DENSE]
@@ -139,8 +139,7 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
-    """In slots, in blocks, in few blocks, where samples wait again and again, and where a second turn goes on from what
-    was kept of the first."""
+    """Covers slots, blocks, so few blocks that samples are preempted, and second turns that reuse the cache."""
     model, samples = hf_model(checkpoints[family]), ragged_requests(7)
     expected: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # the same sequences with any budget
     for kv_tokens in (None, 52, 4000):
@@ -167,7 +166,8 @@ def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[st
 def test_tokens_visit_the_experts_of_transformers(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
-    """Scores are computed in float32 from weights of any type; in bfloat16 transformers rounds some of them first."""
+    """The router computes scores in float32 from weights of any dtype. In bfloat16, transformers rounds some of them
+    first."""
     model, architecture = hf_model(checkpoints[family]).to(dtype), read_architecture(checkpoints[family])
     moe = architecture.moe
     layer = model.model.layers[architecture.sparse_layers.index(True)]
@@ -201,7 +201,7 @@ def test_a_sync_from_the_trainer_s_layout_gives_the_bits_of_the_checkpoint(
 
 
 def test_the_clamped_activation_is_that_of_transformers() -> None:
-    """Also where it is clamped, which small models hardly ever do."""
+    """Covers clamped values, since small models hardly ever produce them."""
     config = transformers.GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=2)
     experts = GptOssExperts(config)
     gate_up = 10 * torch.randn(200, 12)
@@ -259,7 +259,7 @@ def test_it_draws_what_an_engine_on_the_rounded_weights_draws(tmp_path: Path, fa
 
 
 def quantised_engine(architecture: Architecture, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple:
-    """An engine that a sync has filled from `weights`, and its matrices."""
+    """Returns an engine filled from `weights` by a sync, and its matrices."""
     part = whole_engine(config(model_dtype=str(dtype).removeprefix("torch.")), architecture, Grid((0,)))
     layouts = part.filled_from(part.plain)
     parameters = allocate_parameters(part.layout, 0)
@@ -299,7 +299,7 @@ def whole(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
 
 
 def suspended(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
-    """And withdrawn, looked at in the middle, and handed in again."""
+    """Suspends the samples, after withdrawing one, and submits them again. Checks their progress in between."""
     engine.submit(samples, SAMPLED)
     done = [sample for _ in range(4) for sample in engine.step()]
     running = engine.progress([sample.id for sample in samples])
@@ -321,7 +321,7 @@ def test_every_fed_token_has_that_of_transformers(
     kv_tokens: int | None,
     way: Callable[[EmbeddedEngine, list[Sample]], list[Sample]],
 ) -> None:
-    """Prompts that several samples share are computed once, and samples that find no room are computed anew."""
+    """Samples of a shared prompt compute it once. Samples without room are computed again."""
     path = checkpoints[family]
     engine, _ = load_engine(path, kv_tokens=kv_tokens, max_context_tokens=48, record_routing=True)
     prompts = ragged_requests(7)[::2]
@@ -344,7 +344,7 @@ def test_every_fed_token_has_that_of_transformers(
 def test_recorded_steps_keep_it_too(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kv_tokens: int | None
 ) -> None:
-    """Steps can be recorded where all experts are multiplied without a look of the host, which CPUs can do as well."""
+    """Steps are recordable if all experts are multiplied without host synchronisation. CPUs can do this too."""
     monkeypatch.setattr(embedded_parameters, "is_grouped_on_device", lambda matrices, dtype: True)
     record = Recorder()
     engine, _ = load_engine(checkpoints["deepseek_v3"], kv_tokens=kv_tokens, record_routing=True, record=record)

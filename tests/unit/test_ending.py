@@ -1,4 +1,4 @@
-"""How a job ends: failures, signals, the boundary at which it stops, who leaves last."""
+"""Tests of the end of a job: failures, signals, the boundary of a stop, the last rank to leave."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class Ended(BaseException):
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What happened in order; the ranks' processes are threads of this one, and end by Ended."""
+    """Returns the events in their order. The ranks' processes are simulated by threads and end by Ended."""
     events: list[str] = []
 
     def exit_by_raising(status: int) -> None:
@@ -81,14 +81,14 @@ def status_of(end: Callable[[], object]) -> int:
 
 
 def summary_of(path: Path, status: int) -> str:
-    """What torchrun prints last, of a rank that has left `path`."""
+    """Returns torchrun's last output for a rank with the error file `path`."""
     return str(ChildFailedError("train.py", {0: ProcessFailure(0, 1234, status, str(path))}))
 
 
 def test_the_first_to_fail_has_the_message_and_the_others_end_well(
     ranks: list[Ending], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What they fail by is but what the first one's end does to them."""
+    """The later failures are only effects of the first rank's end."""
     error = ConfigError("steps: got many; expected a number")
     error.add_note("on rank 0")
     assert status_of(lambda: ranks[0].by(error)) == USER_ERROR
@@ -107,7 +107,7 @@ def test_torchruns_summary_ends_with_the_message(ranks: list[Ending], tmp_path: 
 def test_torchrun_finds_no_half_of_a_message(
     ranks: list[Ending], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads what a rank has left that it kills on its way."""
+    """torchrun reads the error file of a rank even if it kills the rank in the middle of writing."""
 
     def is_killed_amid(path: Path) -> None:
         path.write_text(path.read_text()[:9])
@@ -134,7 +134,8 @@ def test_of_an_error_that_nobody_expected_the_summary_has_the_last_line(
 def test_whoever_has_the_message_stays_until_the_others_are_quiet(
     ranks: list[Ending], store: dist.Store, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that breaks makes their transports talk; those that have not begun, or are done, have none."""
+    """A broken connection makes the transports of running ranks print. Ranks that have not begun or are finished have
+    no connection."""
     monkeypatch.setattr(ending, "QUIET_GRACE_S", LIMIT_S)
     Board(store).put(Beat(1, "generate", alive=1, process=this_process()))
     Board(store).put(Beat(2, "finished", alive=9, finished=True))
@@ -187,7 +188,7 @@ def test_where_a_connection_breaks_a_rank_of_another_machine_that_is_silent_is_n
 def test_another_launcher_learns_who_ended_the_job(
     ranks: list[Ending], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where all its ranks ended well it would wait for the others."""
+    """If all ranks of a launcher ended with 0, it would wait for the other launchers."""
     status_of(lambda: ranks[0].by(ConfigError("no")))
     capsys.readouterr()
     monkeypatch.setenv("GROUP_RANK", "1")
@@ -203,7 +204,7 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
 ) -> None:
     with open_store() as store:
         alone = Ending(store.clone(), 4, NUM_RANKS)  # type: ignore[attr-defined]
-    del store  # with which the server ends
+    del store  # ends the server
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED
     message = (
@@ -217,7 +218,7 @@ NUM_STOPPING = 2
 
 
 def request_of(rank: int, store: dist.Store, saves: bool = True) -> StopRequest:
-    """Of a rank that has published a beat."""
+    """Returns the stop request of a rank with one published heartbeat."""
     own = store.clone()  # type: ignore[attr-defined]
     job_store = JobStore(World(rank, NUM_STOPPING, rank, NUM_STOPPING, torch.device("cpu"), own, timeout_s=10))
     job_store.heartbeat.publish()
@@ -226,7 +227,7 @@ def request_of(rank: int, store: dist.Store, saves: bool = True) -> StopRequest:
 
 @pytest.fixture
 def requests(store: dist.Store) -> Iterator[list[StopRequest]]:
-    """Of two ranks in this process, whose signals the first one listens to."""
+    """Returns the stop requests of two ranks in this process. The first one listens to signals."""
     ranks = [request_of(rank, store) for rank in range(NUM_STOPPING)]
     ranks[0].listen()
     yield ranks
@@ -243,14 +244,14 @@ def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest
     assert first.verdict(0) is None
     os.kill(os.getpid(), number)
     boundary = next(b for b in range(1, 1000) if second.verdict(b) or time.sleep(0.01))
-    assert boundary > 0, "it is not there at once"
+    assert boundary > 0, "the signal comes too late for boundary 0"
     assert [second.verdict(step) for step in range(boundary)] == [None] * boundary
     assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
 
 
 @given(moves=st.lists(st.tuples(st.sampled_from(("first", "second", "third")), st.booleans()), max_size=60))
 def test_the_first_rank_at_a_boundary_decides_whether_all_save_as_it_is_time(moves: list[tuple[str, bool]]) -> None:
-    """No rank is more than SAVES_KEPT saves behind."""
+    """No rank is more than SAVES_KEPT saves behind the first."""
     store = dist.HashStore()
     ranks = {name: request_of(rank, store) for rank, name in enumerate(("first", "second", "third"))}
     come_to = dict.fromkeys(ranks, 0)
@@ -282,12 +283,12 @@ def test_ranks_that_are_far_apart_end_at_one_boundary_and_the_store_does_not_gro
             ahead = max(ahead, len(verdicts[name]))
     for of_rank in verdicts.values():
         assert of_rank == [PAUSE + "a reason" if boundary == expected else None for boundary in range(len(of_rank))]
-    assert store.num_keys() <= keys_before + 2, "the last boundary, and the request"
+    assert store.num_keys() <= keys_before + 2, "only the last boundary and the request"
 
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, int]]:
-    """With which the process would have ended, and the exit statuses."""
+    """Returns a queue of the final messages and exit statuses. The process does not end."""
     found: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
 
     def end(_: Ending, message: str, status: int) -> None:
@@ -302,7 +303,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, in
 def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
     requests: list[StopRequest], messages: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
-    """From the terminal and from torchrun, which sends SIGTERM at the second one."""
+    """One Ctrl-C sends SIGINT twice, from the terminal and from torchrun. At a second one, torchrun sends SIGTERM."""
     first, second = requests
     assert first.verdict(0) is None
     for _ in range(2):
@@ -313,7 +314,7 @@ def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
     os.kill(os.getpid(), signal.SIGTERM)
     message = "SIGINT: on the second request the job ends at once, without a checkpoint; nothing is left"
     assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
-    assert first.verdict(0) is None, "where it had been decided that the job goes on it does"
+    assert first.verdict(0) is None, "an earlier decision to continue stays valid"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -340,7 +341,7 @@ def test_signals_are_given_back(requests: list[StopRequest]) -> None:
     assert signal.set_wakeup_fd(-1) == -1
     deadline = time.monotonic() + 20
     while any(thread.name == "stop request" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "its thread ends as well, though a signal had come"
+        assert time.monotonic() < deadline, "its thread ends in spite of the signal"
 
 
 def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
@@ -349,7 +350,7 @@ def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
     assert not has_ended(name) and not has_ended(this_process())
     process.kill()
     time.sleep(0.1)
-    assert has_ended(name), "nobody has waited for it yet"
+    assert has_ended(name), "its parent has not reaped it yet"
     process.wait()
     assert has_ended(name)
 
@@ -374,7 +375,8 @@ def job_store_of(rank: int, store: dist.Store) -> JobStore:
 
 
 def ends(jobs: Jobs, *, never: int | None = None) -> list[float]:
-    """When rank 0 has left, and each of the others comes to its end, the last one late; `never` does not leave."""
+    """Returns the time at which rank 0 left, and the time at which every other rank finished. The last rank is late.
+    Rank `never` does not leave."""
 
     def body(rank: int, store: dist.Store) -> float:
         job_store = job_store_of(rank, store)
@@ -389,7 +391,7 @@ def ends(jobs: Jobs, *, never: int | None = None) -> list[float]:
 
 
 def test_rank_0_leaves_after_all_others_where_it_has_the_store(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late they come to their end."""
+    """The last rank finishes more than LEAVES_WITHIN_S after the others."""
     monkeypatch.setattr(stopping, "LEAVES_WITHIN_S", LATE_S / 10)
     first, early, late = ends(jobs)
     assert first > late > early
@@ -403,7 +405,7 @@ def test_it_does_not_wait_for_ever_for_one_that_is_done(jobs: Jobs, monkeypatch:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_it_ends_with_a_job_that_fails(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
-    """Because another rank says so, or is lost without a word, as its node is."""
+    """Covers a failure announced by another rank, and a rank lost without a message, as with its node."""
 
     def end(ending: Ending, error: object = None) -> None:
         raise SystemExit(str(error))
@@ -429,7 +431,7 @@ def test_a_rank_of_several_nodes_stays_until_it_gets_the_signal_that_has_stopped
     stop.listen()
     begin = time.monotonic()
     await_signal_of_launcher(stop, job_store.world, "SIGTERM")  # on one node
-    await_signal_of_launcher(stop, replace(job_store.world, num_nodes=2), "SIGINT")  # which agents do not send
+    await_signal_of_launcher(stop, replace(job_store.world, num_nodes=2), "SIGINT")  # not sent by agents
     assert not stop.heard.is_set()
     noticed: Any = SimpleNamespace(num_nodes=2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -453,7 +455,7 @@ print("is an orphan", has_lost_launcher(), flush=True)
 
 @pytest.mark.parametrize(("by_torchrun", "learns"), [(True, True), (False, False)])
 def test_a_process_whose_launcher_is_killed_learns_it(by_torchrun: bool, learns: bool, tmp_path: Path) -> None:
-    """But for one that a shell has started, as by `nohup`, and left behind."""
+    """A process left behind by a shell, as with `nohup`, does not notice."""
     (tmp_path / "child.py").write_text(CHILD)
     launcher = subprocess.Popen(
         ["sh", "-c", '"$@"; true', "sh", sys.executable, str(tmp_path / "child.py")],

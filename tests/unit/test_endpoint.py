@@ -1,4 +1,4 @@
-"""What the endpoint streams and counts, how it feeds the engine, and the options of serving."""
+"""Tests of the endpoint's streams and counts, of its feed for the engine, and of the options of serving."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def chat_of(kind: str) -> ChatFormat:
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Has no token for most characters: their bytes have tokens, which are decoded together."""
+    """Returns a tokenizer without tokens for most characters. It encodes their bytes and decodes them together."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *(chr(code) for code in range(33, 127)), "▁"]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -72,7 +72,7 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Drawn:
-    """An answer of one choice that is drawn a token at a time."""
+    """An answer with one choice, generated token by token."""
 
     def __init__(self, opening: Opening, tokens: Sequence[int], stop: tuple[str, ...], ends: Status) -> None:
         self.opening, self.tokens, self.ends = opening, tokens, ends
@@ -96,7 +96,7 @@ async def all_of(events: AsyncIterator[Any]) -> list[Any]:
 
 
 def texts_of(events: AsyncIterator[Any], *path: Any) -> list[Any]:
-    """What stands under `path` in each event that has it."""
+    """Returns the values at `path` of all events that have it."""
     found = []
     for event in asyncio.run(all_of(events)):
         value: Any = event
@@ -166,11 +166,11 @@ FITTING = {
     "deepseek_r1": '</think>\n\nSo<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
 }
 soup = st.lists(st.sampled_from(PIECES) | st.binary(min_size=1, max_size=3) | st.integers(0), max_size=8)
-"""Texts, bytes, and tokens by their numbers."""
+"""Texts, bytes, and tokens by number."""
 
 
 def ids_of(chat: ChatFormat, parts: Sequence[str | bytes | int]) -> list[int]:
-    """A token for every byte, where a part is bytes."""
+    """Returns token ids of the parts. Bytes give one token each."""
     tokens: list[int] = []
     for part in parts:
         if isinstance(part, str):
@@ -183,7 +183,7 @@ def ids_of(chat: ChatFormat, parts: Sequence[str | bytes | int]) -> list[int]:
 
 
 def byte_token(chat: ChatFormat, byte: int) -> int:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the others are written from 256 on
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # all other bytes are written from 256 on
     others = [number for number in range(256) if number not in printable]
     letter = chr(byte) if byte in printable else chr(256 + others.index(byte))
     spelling = f"<0x{byte:02X}>" if f"<0x{byte:02X}>" in chat.tokenizer.get_vocab() else letter
@@ -226,7 +226,7 @@ def test_text_is_given_before_the_turn_is_done() -> None:
 
 
 def test_a_tokenizer_that_takes_text_back_ends_no_stream_in_silence() -> None:
-    """The stream goes on from the place where the text changed."""
+    """The stream continues from the position of the changed text."""
 
     class Joins:
         def read(self, tokens: Sequence[int], stop: Any, mark: str) -> Any:
@@ -285,7 +285,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 
 def serving(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """The weights of a model, and an endpoint that it draws for."""
+    """Returns the weights of a model, and an endpoint for its engine."""
     sizes = {"vocab_size": len(byte_tokenizer()), "max_position_embeddings": ENGINE_CONTEXT_TOKENS}
     engine, parameters = load_engine(
         write_checkpoint(folder, "qwen3", **sizes), max_context_tokens=ENGINE_CONTEXT_TOKENS
@@ -311,7 +311,7 @@ def reference(served: Endpoint) -> list[int]:
 
 
 def check(served: Endpoint, path: str, field: str, *values: str) -> None:
-    """Sends all values at once, beside a request whose tokens are known."""
+    """Sends all values at once, together with a request of known tokens."""
     expected = reference(served)
     with ThreadPoolExecutor(1 + len(values)) as pool:
         other = pool.submit(reference, served)
@@ -518,7 +518,7 @@ async def let_run() -> None:
 
 
 def step(feed: EngineFeed, *others: EngineFeed) -> None:
-    """On the engine's first rank, and on `others` of its ranks, which are told what has come."""
+    """Takes a step on the engine's first rank and on `others`, the ranks that receive its mail."""
     mail = feed.mail() or Mail()
     feed.begin_step(mail)
     for other in others:
@@ -529,11 +529,11 @@ def step(feed: EngineFeed, *others: EngineFeed) -> None:
 
 turns = st.lists(
     st.tuples(
-        st.integers(0, 30),  # the step at which it comes
+        st.integers(0, 30),  # step of the request
         st.sampled_from(SAMPLINGS),
-        st.one_of(st.none(), st.integers(1, 30)),  # its limit
-        st.sampled_from([(), ("f",), ("zz",), ("xy", "mno")]),  # its stop strings
-        st.one_of(st.none(), st.integers(1, 20)),  # given up so many steps later
+        st.one_of(st.none(), st.integers(1, 30)),  # limit of tokens
+        st.sampled_from([(), ("f",), ("zz",), ("xy", "mno")]),  # stop strings
+        st.one_of(st.none(), st.integers(1, 20)),  # steps until it is cancelled
     ),
     min_size=1,
     max_size=8,
@@ -568,7 +568,7 @@ def test_every_turn_is_drawn_to_its_end_or_given_up(turns: list, suspended_at: s
 
 
 def ask(mailbox: EngineMailbox, turns: list, now: int, tasks: dict[int, asyncio.Task[Sample]]) -> None:
-    """Have the turns come, and be given up, that do at this step."""
+    """Submits the turns due at this step, and cancels the ones to give up."""
     for number, (comes, sampling, limit, stop, stays) in enumerate(turns):
         if comes == now:
             sample = Sample(number, (1, 2), number, turn_limit=limit)
@@ -579,7 +579,7 @@ def ask(mailbox: EngineMailbox, turns: list, now: int, tasks: dict[int, asyncio.
 
 
 def check_alphabet(sample: Sample, limit: int | None, stop: tuple[str, ...]) -> None:
-    """It says the alphabet as far as its limit and its stop strings let it."""
+    """Expects the alphabet up to the sample's limit or first stop string."""
     ends = [TEXT.index(string) + len(string) for string in stop if string in TEXT]
     stopped = min([*ends, len(TEXT) + 1])
     length = min(stopped, limit or stopped)

@@ -1,4 +1,4 @@
-"""The endpoint by the clients and agents that people use."""
+"""Tests of the endpoint with common clients and agents."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ CALL = 'Let me look. <tool_call>{"name": "weather", "arguments": {"town": "Bonn"
 
 
 def say(context: str) -> str:
-    """The last message once more, louder; a call where there are tools and no result yet."""
+    """Returns the last user message with an exclamation. With tools and no result yet, returns a call instead."""
     last = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[-1:]
     if "Tools:" in context and "<tool_response>" not in context:
         return CALL
@@ -50,7 +50,7 @@ def served() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def session(served: Endpoint) -> tuple[str, str]:
-    """(id, token)"""
+    """Returns (id, token) of a new session."""
     opened = served.server.open_session({"row": 7})
     return opened.id, opened.token
 
@@ -70,7 +70,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def assert_as_the_engine_drew_it(served: Endpoint, trajectory: RecordedTrajectory) -> None:
-    """The engine's log of the last turn has the same ids, log-probs and versions as the record."""
+    """Expects equal ids, log-probs and versions in the record and in the engine's log of the last turn."""
     sample = trajectory.sample
     logged = next(entry for entry in reversed(served.engine.log) if entry.id == sample.id)
     assert (logged.prompt, logged.tokens) == (sample.prompt, sample.tokens)
@@ -265,7 +265,7 @@ def test_a_library_that_repeats_a_request_has_it_drawn_once() -> None:
     with endpoint(say, before_step=hold) as slow:
         session = slow.server.open_session()
         client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key=session.token, max_retries=2, timeout=0.5)
-        threading.Timer(0.6, opened.set).start()  # when the first attempt has been given up
+        threading.Timer(0.6, opened.set).start()  # after the first attempt is given up
         answer = client.chat.completions.create(model="any", messages=[user("once")])
         assert answer.choices[0].message.content == "once! Grüße, 世界."
         assert len(slow.engine.submitted) == 1 and len(slow.record(session.id).trajectories) == 1
@@ -297,7 +297,7 @@ def test_what_is_refused_is_an_error_that_clients_understand(
 
 
 def call_ids(answer: dict[str, Any]) -> list[str]:
-    """The ids of the tool calls in an answer of any of the APIs."""
+    """Returns the ids of the tool calls in an answer of any API."""
     calls = answer["choices"][0]["message"]["tool_calls"] if "choices" in answer else answer.get("content") or []
     calls = calls + answer.get("output", [])
     return [call.get("call_id") or call["id"] for call in calls if call.get("type") != "text" and "content" not in call]
@@ -346,7 +346,7 @@ CONTEXT = 16384
 
 
 def call_tool(context: str) -> str:
-    """Asks its tool, then gives what that said as its answer."""
+    """Calls its tool, then answers with the tool's result."""
     observed = re.findall(r"Observation:\n(\d+)", context)
     asked = int(re.findall(r"What is twice (\d+)", context)[0])
     name, arguments = ("final_answer", {"answer": observed[-1]}) if observed else ("double", {"number": asked})
@@ -423,7 +423,7 @@ def counting_endpoint() -> Iterator[Endpoint]:
 
 
 def run(served: Endpoint, how: str, **settings: Any) -> tuple[StepResult | AgentFailed, RecordedSession]:
-    """What an agent's episode came to, and what was recorded of it."""
+    """Returns the result of an agent's episode, and its recorded session."""
     opened = served.server.open_session({"row": how}, seed=3)
     session = {"url": f"{served.url}/sessions/{opened.id}", "token": opened.token}
     row = {"question": "Why?", "how": how, SESSION: session}
@@ -470,7 +470,7 @@ async def asks_once(row: Row, base_url: str, api_key: str) -> float:
 
 
 def says_nothing(row: Row) -> None:
-    """No reward of its own."""
+    """Returns no reward."""
 
 
 def test_a_function_is_awaited(counting_endpoint: Endpoint) -> None:
@@ -485,7 +485,7 @@ def test_a_function_is_awaited(counting_endpoint: Endpoint) -> None:
 def test_a_program_is_found_where_the_job_was_started_and_may_import_from_there(
     counting_endpoint: Endpoint, sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs in another folder, to which it may write."""
+    """The program runs in another, writable folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(
         "import json, os, sys, beside\n"

@@ -1,4 +1,4 @@
-"""Requests at the endpoint: which sample they continue, and every field of both protocols."""
+"""Tests of requests at the endpoint: the continued sample, and every field of both protocols."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def user(text: str) -> dict[str, str]:
 
 
 class Client:
-    """Of one session, without a library that repeats requests by itself."""
+    """A client of one session. It uses no library with automatic retries."""
 
     def __init__(self, served: Endpoint, metadata: object = None) -> None:
         self.served, self.opened = served, served.server.open_session(metadata)
@@ -64,7 +64,7 @@ class Client:
 
 @contextmanager
 def talk(*, say: Callable[[str], str] = say, **options: Any) -> Iterator[tuple[Endpoint, Client]]:
-    """Opens an endpoint, and a session at it with its client."""
+    """Opens an endpoint and a session with its client."""
     with endpoint(say, **options) as served:
         yield served, Client(served)
 
@@ -78,7 +78,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("policy", ["request", "override"])
 def test_a_turn_may_end_with_any_of_the_models_end_tokens(policy: Any) -> None:
-    """What is drawn stands for what the template writes: the next prompt has one of them."""
+    """The next prompt has the generated end token instead of the template's."""
     call = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
     ends = byte_tokenizer().convert_tokens_to_ids([OTHER_END])
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -92,7 +92,7 @@ def test_a_turn_may_end_with_any_of_the_models_end_tokens(policy: Any) -> None:
 
 
 class Gate:
-    """Holds the engine before its next steps until it is opened."""
+    """A gate in front of the engine's next steps. The engine waits until it is opened."""
 
     def __init__(self) -> None:
         self.opened, self.waiting = threading.Event(), threading.Event()
@@ -168,7 +168,7 @@ def test_a_client_that_goes_and_does_not_come_back_leaves_nothing() -> None:
         assert gate.waiting.wait(60)
         wait_until(lambda: served.mailbox.num_turns == 0)
         gate.opened.set()
-        kept = client.said(user("b"))  # answered after the engine has been told of the one before
+        kept = client.said(user("b"))  # answered after the engine has dropped the earlier request
         assert kept["content"].startswith("reply")
         (trajectory,) = client.record().trajectories
         assert "user\nb" in byte_tokenizer().decode(trajectory.sample.prompt)
@@ -207,7 +207,7 @@ def test_a_request_that_is_repeated_is_drawn_once(stream: bool) -> None:
         again = client.http.post(CHAT, json=body, headers={"x-stainless-retry-count": "1"})
         assert joined.status_code == again.status_code == 200
         assert len(served.engine.submitted) == 1
-        other = client.http.post(CHAT, json=body)  # nobody says that this is the same one
+        other = client.http.post(CHAT, json=body)  # not marked as a repetition
         assert other.status_code == 200 and len(served.engine.submitted) == 2
         keyed = [client.chat(user("k"), headers={"Idempotency-Key": "one"}) for _ in range(2)]
         assert keyed[0].json()["choices"] == keyed[1].json()["choices"] and len(served.engine.submitted) == 3
@@ -244,7 +244,7 @@ def test_rewards_are_of_turns_and_of_the_episode() -> None:
             assert client.http.post(f"{place}/reward", content=b'{"reward": %s}' % number).status_code == 400
         shown = client.http.get(place).json()["samples"][0]
         finished = client.http.post(f"{place}/finish", json={"status": "failed"})
-        assert finished.status_code == 200 and client.http.get(place).status_code == 401  # its token is nobody's now
+        assert finished.status_code == 200 and client.http.get(place).status_code == 401  # its token is no longer valid
         (session,) = served.ended
     assert (session.reward, session.ended_by) == (3.0, "finish")
     assert session.trajectories[0].sample.turn_rewards == (0.0, 0.25) == tuple(shown["turn_rewards"])
@@ -290,7 +290,7 @@ def test_garbage_gets_an_answer_that_says_what_is_wrong() -> None:
 
 
 def test_ids_that_the_model_may_draw_are_taken_and_no_others() -> None:
-    """Models have more embeddings than their tokenizers have tokens, or fewer where tokens were added."""
+    """A model may have more embeddings than its tokenizer has tokens, or fewer if tokens were added."""
     for vocab_size, status in ((300, 200), (299, 400)):
         with talk(say=lambda text: "yes", vocab_size=vocab_size) as (served, client):
             assert client.http.post("/v1/completions", json={"prompt": [1, 299]}).status_code == status
@@ -321,7 +321,7 @@ def test_limits_are_told() -> None:
             served.server.open_session()
         refused = httpx.post(f"{served.url}/sessions", headers=OF_OWNER)
         assert refused.status_code == 429 and refused.headers["retry-after"]
-        whole = client.said(user("a"))["content"] + "."  # its end is a token too
+        whole = client.said(user("a"))["content"] + "."  # its end token counts too
         rest = client.chat(user("b")).json()["choices"][0]
         assert (len(rest["message"]["content"]), rest["finish_reason"]) == (12 - len(whole), "length")
         over = client.chat(user("c"))
@@ -352,7 +352,7 @@ def test_the_runs_sampling_overrides_or_refuses_the_requests() -> None:
 
 
 def test_requests_of_unequal_sampling_take_turns() -> None:
-    """An engine draws with one sampling at a time; none waits for all of another's."""
+    """An engine uses one sampling at a time. A request need not wait for all requests of another sampling."""
     gate = Gate()
     with endpoint(lambda context: "x" * 300, before_step=gate) as served:
         fields = [{"temperature": 1.0, "max_tokens": 250}] * 2 + [{"temperature": 0.5, "max_tokens": 5}]
@@ -441,7 +441,7 @@ OF_SGLANG_REQUESTS = (
     *("image_data", "lora_path", "top_logprobs_num", "token_ids_logprob", "logprob_start_len", "input_embeds"),
 )
 ODD = "odd"
-"""Of another type than any field's neutral value."""
+"""A value of another type than the neutral value of any field."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Other frameworks' environments are played as they are written."""
+"""Tests of unchanged environments of other frameworks."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ WARMED_UP = Path(__file__).resolve().parents[1] / "warmed_up"
 
 
 def environment(function: str, factory: Mapping[str, Any] | None = None, **options: Any) -> Environment:
-    """Returns the environment that a name stands for, of this module where it names no other."""
+    """Returns the environment of a name. Names without a module belong to this module."""
     name = function if ":" in function else f"{__name__}:{function}"
     return load_environment(EnvironmentFactory(name, options, **factory or {}))()
 
@@ -37,12 +37,12 @@ def one(played: Environment, text: str, *calls: ToolCall) -> StepResult:
 
 
 def step_each(played: Environment, *texts: str | None) -> list[StepResult | None]:
-    """Steps a batch of episodes, of which those without a text wait."""
+    """Steps a batch of episodes. Episodes without a text wait."""
     return list(played.step([None if text is None else Action(text) for text in texts]))
 
 
 class SearchEnvironment:
-    """As SkyRL-Gym's BaseTextEnv."""
+    """An environment in the form of SkyRL-Gym's BaseTextEnv."""
 
     def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
         self.url = env_config.search.url
@@ -78,7 +78,7 @@ def test_skyrl_gym() -> None:
 
 
 class Counter:
-    """As TRL's environment_factory."""
+    """An environment in the form of TRL's environment_factory."""
 
     def reset(self, start: int, **columns: Any) -> str | None:
         self.count = start
@@ -125,7 +125,7 @@ def test_trl() -> None:
 
 
 class Echoing:
-    """As NeMo-RL's EnvironmentInterface."""
+    """An environment in the form of NeMo-RL's EnvironmentInterface."""
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self.suffix = cfg["suffix"]
@@ -156,7 +156,7 @@ class EchoAction:
 
 
 class EchoObservation:
-    """As OpenEnv's, a pydantic model."""
+    """An observation in the form of OpenEnv's pydantic models."""
 
     def __init__(self, echoed: str, reward: float | None = None, done: bool = False) -> None:
         self.fields = {"echoed": echoed, "reward": reward, "done": done, "metadata": {"length": len(echoed)}}
@@ -166,7 +166,7 @@ class EchoObservation:
 
 
 class EchoEnvironment:
-    """As OpenEnv's servers serve it."""
+    """An environment in the form served by OpenEnv."""
 
     def __init__(self, reward: float = 1.0) -> None:
         self.reward = reward
@@ -191,7 +191,7 @@ def test_openenv_in_this_process() -> None:
 
 
 def served(message: Mapping[str, Any], played: EchoEnvironment) -> Mapping[str, Any]:
-    """As an OpenEnv server answers."""
+    """Returns the answer of an OpenEnv server."""
     if message["type"] == "reset":
         observation = played.reset(**message["data"])
     else:
@@ -267,7 +267,7 @@ def test_openenv_by_url(scheme: str, reward: float, http_url: str, web_socket_ur
 
 
 async def counts(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """As slime's generate: two turns by ids, through slime's own `post`."""
+    """Generates two turns by ids through slime's own `post`, in the form of slime's generate."""
     from slime.rollout.sglang_rollout import GenerateState
     from slime.utils.http_utils import post
     from slime.utils.types import Sample
@@ -292,7 +292,7 @@ async def counts(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any
 
 
 async def posts_texts(args: Any, sample: Any, sampling_params: dict[str, Any]) -> list[Any]:
-    """Also slime's: the whole text each time; returns several samples."""
+    """Posts the whole text each time and returns several samples, also in slime's form."""
     from slime.utils.http_utils import post
 
     for more in ("", "+1=", "+2="):
@@ -305,7 +305,7 @@ async def posts_texts(args: Any, sample: Any, sampling_params: dict[str, Any]) -
 
 
 class FastTokenizer:
-    """As transformers' is called, without what that imports."""
+    """A tokenizer with the interface of transformers, without its imports."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -320,7 +320,7 @@ def fast_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(function: str, options: Mapping[str, Any], turns: Sequence[Action]) -> tuple[list[TokenIds], StepResult]:
-    """What the engine was asked for, and the end."""
+    """Returns the prompts for the engine and the final result."""
 
     async def played() -> tuple[list[TokenIds], StepResult]:
         factory: dict[str, Any] = {"model_path": str(WARMED_UP), "sampling": {"temperature": 0.7}}
@@ -401,7 +401,7 @@ def test_names_of_every_form(tmp_path: Path) -> None:
 
 
 def test_nothing_is_recognised_by_two_conventions() -> None:
-    """Which would make the order of the registry matter."""
+    """Otherwise the order of the registry would matter."""
     from tests.support import user_environments
 
     things: list[Any] = [SearchEnvironment, Counter, Echoing, EchoEnvironment, counts, Corridor]
@@ -412,7 +412,7 @@ def test_nothing_is_recognised_by_two_conventions() -> None:
 
 
 def test_the_pages_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/environments.md: it has no more than 40 lines, with rows and config, and is played."""
+    """The example of docs/environments.md has at most 40 lines, with rows and config."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
     blocks = re.findall(r"```(?:python|json|yaml)\n(.*?)```", page, re.DOTALL)
     code, rows, _, trial = blocks
@@ -478,7 +478,7 @@ def test_a_batch_is_one_vector_environment(vectorization: str) -> None:
         results = step_each(poles, "0", None, "1")
         if results[0].done:
             break
-    assert results[1] is None and not results[2].done, "pushed to one side it falls"
+    assert results[1] is None and not results[2].done, "the pole falls if it is pushed to one side"
     again = poles.reset([{}] * 3, [1, 2, 1])
     assert again == first
     assert len(poles.reset([{}], [1])) == 1, "the last batch may be smaller"
@@ -502,7 +502,7 @@ def read_backwards(text: str) -> int | None:
 
 
 class Corridor:
-    """As gymnasium.Env has it, without gymnasium."""
+    """An environment in the form of gymnasium.Env, without gymnasium."""
 
     metadata = {"render_modes": []}
 

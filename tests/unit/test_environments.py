@@ -1,4 +1,4 @@
-"""Environments on their ranks: hosts, workers, statistics, the Python tool."""
+"""Tests of environments on their ranks: hosts, workers, statistics, the Python tool."""
 
 import logging
 import os
@@ -27,14 +27,14 @@ from tests.support.schedule_configs import make_config
 
 MODULE = "tests.support.user_environments"
 LONG_S = 60.0
-"""Nothing here takes so long unless it hangs."""
+"""Seconds until a test counts as hung."""
 
 Start = Callable[..., EnvironmentHost]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """A host of the environment that is named, which ends with the test."""
+    """Yields a function that starts a host of an environment. The hosts end with the test."""
     hosts: list[EnvironmentHost] = []
 
     def started(name: str, *, num_workers: int = 1, batch_size: int = 1, **limits: Any) -> EnvironmentHost:
@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
 
 
 def next_events(host: EnvironmentHost, count: int) -> list[EpisodeEvent]:
-    """As many, by their episodes."""
+    """Waits for `count` events and returns them sorted by episode."""
     events: list[EpisodeEvent] = []
     while len(events) < count:
         assert host.wait(LONG_S), "nothing happens"
@@ -67,7 +67,7 @@ def begin(host: EnvironmentHost, *episodes: int, **row: Any) -> list[EpisodeEven
 
 
 def act(host: EnvironmentHost, **texts: str) -> list[EpisodeEvent]:
-    """By name: episode 3 is e3."""
+    """Acts by name. Episode 3 is e3."""
     for name, text in texts.items():
         host.act(int(name[1:]), Action(text))
     return next_events(host, len(texts))
@@ -109,7 +109,7 @@ def test_abandoned_episodes_hold_up_nobody_and_say_nothing(start: Start) -> None
     host.abandon(4)
     host.abandon(1)
     assert not host.wait(0.0)
-    assert len(begin(host, 1, 2, 3)) == 3, "numbers of abandoned episodes are free"
+    assert len(begin(host, 1, 2, 3)) == 3, "the numbers of abandoned episodes are free"
 
 
 def test_environments_are_used_again(start: Start) -> None:
@@ -178,7 +178,6 @@ def test_equal_failures_are_said_once(start: Start, caplog: pytest.LogCaptureFix
 
 
 def wait_for_end(process: str) -> None:
-    """Waits until the process has ended."""
     deadline = time.monotonic() + LONG_S
     while not has_ended(process):
         assert time.monotonic() < deadline
@@ -195,7 +194,7 @@ def test_a_hang_is_killed_with_what_it_started_and_costs_its_neighbours_too(star
     events = next_events(host, 3)
     assert [event.failure and event.failure.kind for event in events] == ["step_time", "neighbour", None]
     assert "step took longer than 0.5 s (env.step_timeout_s)" in str(events[0].failure)
-    assert events[2].observation == "what now", "it had not begun, so it begins in the new process"
+    assert events[2].observation == "what now", "the episode had not begun, so it begins in the new process"
     wait_for_end(process_here(int(str(spawned.observation))))
     assert hanging.poll() is not None
     (last,) = act(host, e3="stop")

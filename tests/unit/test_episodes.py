@@ -1,4 +1,4 @@
-"""Samples from the prompt to experience, and episodes of several turns."""
+"""Tests of samples from the prompt to experience, and of episodes with several turns."""
 
 import math
 import random
@@ -67,7 +67,7 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     assert response_limit(sample, SAMPLING, 100) == 4
     answered = drawn(sample, 4, Status.TRUNCATED).observed((2, 2), turn_limit=30)
     assert response_limit(answered, SAMPLING, 100) == 20
-    assert response_limit(answered.observed(()), SAMPLING, 10) == 8, "the limit was that turn's alone"
+    assert response_limit(answered.observed(()), SAMPLING, 10) == 8, "the limit was only for that turn"
     with pytest.raises(ValueError, match="fewer than 4 tokens"):
         check_samples([drawn(sample, 4)], SAMPLING, unfinished=(), running=None, max_context_tokens=100)
 
@@ -93,7 +93,7 @@ def test_samples_follow_each_other_with_their_prompts():
 
 
 def test_only_what_the_model_drew_is_trained_on():
-    """Tokens of a tool, say, stand between those of the model."""
+    """Tokens of a tool stand between those of the model."""
     mixed = replace(LONG, loss_mask=(True, False, True))
     experience = pack_groups([SampleGroup(4, 17, (mixed, SHORT))], [4])
     assert experience.tokens.tolist() == [1, 2, 5, 6, 7, 1, 2, 6]
@@ -109,7 +109,7 @@ def test_samples_are_known_by_id_group_row_and_end():
 
 
 def test_no_groups_are_experience_too():
-    """An engine that finished nothing of a chunk has the same fields to send as the others."""
+    """An engine without finished samples of a chunk sends the same fields as the others."""
     nothing, something = pack_groups([], []), pack_groups(GROUPS, [1, 4])
     assert (nothing.num_samples, nothing.num_tokens) == (0, 0)
     assert nothing.present() == something.present()
@@ -187,11 +187,11 @@ def test_answers_are_the_same_on_all_ranks(answer):
 EPISODE_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=60, stop_token_ids=())
 NUM_SAMPLES = 3
 END = 7
-"""The token that ends a turn."""
+"""The token at the end of a turn."""
 
 
 class TurnEngine(ScriptedEngine):
-    """Draws turns of random lengths, and keeps a log of all that it was given and drew, by sample."""
+    """An engine with turns of random lengths. Its log has all given and generated tokens of each sample."""
 
     def __init__(self, seed: int, num_slots: int) -> None:
         super().__init__(lambda number: 0, num_slots)
@@ -203,7 +203,7 @@ class TurnEngine(ScriptedEngine):
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         for sample in samples:
             known = self.log.setdefault(sample.id, [])
-            assert [*sample.context[: len(known)]] == known, "what was drawn is never encoded again"
+            assert [*sample.context[: len(known)]] == known, "generated tokens are never encoded again"
             known += sample.context[len(known) :]
         super().submit(samples, sampling)
 
@@ -230,11 +230,12 @@ class TurnEngine(ScriptedEngine):
 
 @dataclass
 class RandomEnvironments:
-    """Answers in any order, after a while, with what it also notes: each turn is worth its number."""
+    """Environments that answer in any order, after a while. They record the answers. The reward of a turn is its
+    number."""
 
     seed: int
     fails: float = 0.0
-    """In so many of its steps."""
+    """The share of steps that fail."""
     pending: deque[EpisodeEvent] = field(default_factory=deque)
     turns: dict[int, int] = field(default_factory=dict)
     abandoned: list[int] = field(default_factory=list)
@@ -278,7 +279,7 @@ class RandomEnvironments:
 
 
 class Letters:
-    """A `TurnFormat`: letters are tokens from 10 on."""
+    """A `TurnFormat` with letters as the tokens from 10 on."""
 
     def prompt(self, observation: str) -> tuple[int, ...]:
         return tuple(10 + ord(letter) - ord("a") for letter in observation)
@@ -315,7 +316,7 @@ def conversations(
 
 
 def run(groups: PromptGroups, positions: deque[int], num_rounds: int = 5000) -> list[SampleGroup]:
-    """Begin groups as there is room; those that get finished."""
+    """Begins groups while there is room, and returns the finished ones."""
     finished: list[SampleGroup] = []
     for _ in range(num_rounds):
         if not (positions or groups.begun):
@@ -329,15 +330,15 @@ def run(groups: PromptGroups, positions: deque[int], num_rounds: int = 5000) -> 
 def draw(
     environments: RandomEnvironments, engine: TurnEngine, *, overlaps: bool = True, limits: TurnLimits = LIMITS
 ) -> list[SampleGroup]:
-    """Four groups."""
+    """Returns four finished groups."""
     groups = conversations(environments, engine, overlaps=overlaps, limits=limits)
     finished = run(groups, deque(range(4)))
-    assert not groups.begun and not groups.waiting, "every group comes to its end"
+    assert not groups.begun and not groups.waiting, "every group ends"
     return finished
 
 
 class SilentEnvironments:
-    """Show nothing at the beginning."""
+    """Environments without an observation at the beginning."""
 
     going_on = ()
 
@@ -348,7 +349,7 @@ class SilentEnvironments:
         self.pending.append(EpisodeEvent(episode, None))
 
     def abandon(self, episode: int) -> None:
-        """It has nothing to end."""
+        """Ends nothing."""
 
     def events(self) -> list[EpisodeEvent]:
         events, self.pending = self.pending, []
@@ -358,7 +359,7 @@ class SilentEnvironments:
 def silent(
     environments: SilentEnvironments, count: int = 1, limits: TurnLimits = LIMITS, **more: Any
 ) -> EnvironmentEpisodes:
-    """Returns the episodes of a group that has begun."""
+    """Returns the episodes of a group after its beginning."""
     episodes = EnvironmentEpisodes([environments], Letters(), limits, lambda row: {}, wait_for, **more)
     samples = [Sample(number, (), seed=0) for number in range(count)]
     episodes.begin(SampleGroup(0, 7, (*samples,)), samples)
@@ -392,7 +393,7 @@ def test_what_the_engine_drew_and_was_given_is_what_is_trained_on(seed, num_slot
         assert [*sample.turn_rewards] == [*range(1, len(sample.turns) + 1 - failed), *[0.0] * failed]
         assert failed <= fails
     assert engine.most_at_once <= num_slots
-    assert engine.forgotten == set(engine.log), "what it keeps of conversations that are over"
+    assert engine.forgotten == set(engine.log), "the engine forgets finished conversations"
 
 
 def test_an_episode_ends_where_there_is_no_more_room_and_its_environment_is_told():
@@ -421,7 +422,7 @@ def test_nothing_is_learnt_from_an_episode_that_failed():
 
 
 class FailingEngine(TurnEngine):
-    """Has logits that are not finite now and then: the turn ends without that token."""
+    """An engine with occasional logits that are not finite. Such a turn ends before that token."""
 
     def _draw(self, sample: Sample) -> Sample:
         if self.random.random() < 0.03:
@@ -475,7 +476,7 @@ def test_an_observation_with_an_id_that_the_model_does_not_have_fails_its_episod
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 60), st.booleans(), st.booleans())
 def test_conversations_go_on_from_a_checkpoint_where_their_episodes_do(seed, num_rounds, overlaps, all_go_on):
-    """Those whose episodes were not saved begin anew; no group is lost, and none comes twice."""
+    """Episodes that were not saved begin again. No group is lost or returned twice."""
     environments, engine = RandomEnvironments(seed), TurnEngine(seed, num_slots=4)
     groups, positions = conversations(environments, engine, overlaps=overlaps), deque(range(4))
     finished = run(groups, positions, num_rounds)
@@ -509,7 +510,7 @@ def test_a_job_in_which_no_environment_works_ends_with_the_first_failure():
 
 
 def test_in_turn_nobody_steps_while_the_engine_draws():
-    """The order that `env.overlap: false` asks for."""
+    """This is the order of `env.overlap: false`."""
     environments, engine = RandomEnvironments(1), TurnEngine(1, num_slots=100)
     act = environments.act
 

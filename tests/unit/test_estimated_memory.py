@@ -1,4 +1,4 @@
-"""Bytes that a job is said to need, before it starts."""
+"""Tests of the estimated bytes of a job."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
 H100 = GPUS["h100"]
 PARAMETERS_8B = 8.19e9
-"""Of Qwen3-8B, as its model card says."""
+"""Parameters of Qwen3-8B, from its model card."""
 APART = {"actor": "0-7", "rollout, reward": "8-15"}
 
 
@@ -79,7 +79,7 @@ def job_of(architecture, placement, world_size, *, ranks_per_node=8, **sections)
 
 
 def apart(architecture=None, **sections):
-    """Returns a job of Qwen3-8B, or of another model, which trains on one node and draws on a second one."""
+    """Returns a job of Qwen3-8B or another model. It trains on one node and generates on a second one."""
     return job_of(architecture or qwen3_8b(), APART, 16, **sections)
 
 
@@ -165,7 +165,7 @@ def test_recomputation_keeps_less():
 
 
 def test_layers_that_are_recomputed_are_counted_by_chunk():
-    """A stage's 18 layers, of which the first of each of three chunks are."""
+    """The stage has 18 layers in three chunks. The first layers of each chunk are recomputed."""
 
     def kept(recompute):
         return activations(apart(model={"path": "m", "recompute": recompute}, actor={"parallel": {"pp": 2, "vpp": 3}}))
@@ -176,7 +176,7 @@ def test_layers_that_are_recomputed_are_counted_by_chunk():
     saved = [fewer - more for fewer, more in itertools.pairwise(by_layers)]
     assert saved == pytest.approx([saved[0]] * 5, rel=1e-6) and saved[0] > 0
     one_layer = by_layers[0] - (none - saved[0])
-    assert 0 < one_layer < none / 18, "which has all that it computes anew"
+    assert 0 < one_layer < none / 18, "the activations of one recomputed layer"
 
 
 def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():
@@ -268,13 +268,13 @@ def test_engines_take_no_more_than_they_are_left():
 
 
 def beside_a_judge(served):
-    """Returns the memory of a rank that the rollout's engine and a judge's share."""
+    """Returns the memory of a rank shared by the engines of the rollout and of a judge."""
     placement = {"actor": "0-7", "rollout, reward, judge": "8-15"}
     return rank_memories(job_of(qwen3_8b(), placement, 16, rollout=served, judge=served), H100)[-1]
 
 
 def test_servers_of_a_node_keep_one_copy_of_their_weights_on_the_host():
-    """Of eight, four or two engines; a judge's beside the rollout's."""
+    """Covers eight, four and two engines of the rollout and as many of a judge."""
     kept = {}
     for tp in (1, 2, 4):
         one = beside_a_judge({"engine": "sglang", "parallel": {"tp": tp}, "offload": False})
@@ -285,7 +285,7 @@ def test_servers_of_a_node_keep_one_copy_of_their_weights_on_the_host():
 
 @pytest.mark.parametrize(("engine", "kept"), [("embedded", "offloaded"), ("sglang", "engine")])
 def test_a_judge_that_leaves_is_on_the_host_once(engine, kept):
-    """Of a server what `keep_weights` keeps, and nothing besides."""
+    """For a server, only the weights of `keep_weights` count."""
     one = beside_a_judge({"engine": engine, "parallel": {"tp": 8}})
     judges = 1 if engine == "embedded" else 2
     assert one.host == {kept: judges * one.parts["judge", "weights"]}
@@ -293,7 +293,7 @@ def test_a_judge_that_leaves_is_on_the_host_once(engine, kept):
 
 @pytest.mark.parametrize(("ranks", "copies"), [("0-3", 1), ("0-7", 2)])
 def test_checkpoints_in_memory_are_four_and_over_several_nodes_as_many_copies(ranks, copies):
-    """Of a node with four ranks: of two nodes each has the files of both."""
+    """A node has four ranks. Each of two nodes has the files of both."""
     job = job_of(qwen3_8b(), {"actor, rollout, reward": ranks}, 8, checkpoint={"memory": {"interval": 1}})
     job = replace(job, ranks_per_node=4)
     one = rank_memories(job, H100)[0]
@@ -343,7 +343,7 @@ def eight_b(**optimizer: Any) -> PlannedJob:
 
 
 def held(job: PlannedJob) -> tuple[dict[str, int], int]:
-    """On the device by part, and on the host for good."""
+    """Returns the bytes on the device by part, and the bytes of the optimizer on the host."""
     return resident_bytes(job, "actor", 0), host_bytes(job, {"actor": 0}, frozenset()).get("optimizer", 0)
 
 
@@ -407,7 +407,7 @@ LONG = {"max_running_requests": 1024, "max_context_tokens": 16384, "sampling": {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of the storages that operators within it made and something still has: the most at once."""
+    """The peak bytes of live storages made by operators inside the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ def _storage(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "deepseek_v3"])
 def test_no_more_is_live_in_an_engine_than_its_workspace(tmp_path: Path, family: str) -> None:
-    """Prompts that fill half a pass, then all of them draw; and most of it is."""
+    """The prompts fill half a pass, then all samples generate. Most of the workspace is in use."""
     checkpoint = write_checkpoint(tmp_path, family)
     engine, _ = load_engine(checkpoint, max_running_requests=NUM_RUNNING)
     samples = [
@@ -451,7 +451,7 @@ def test_no_more_is_live_in_an_engine_than_its_workspace(tmp_path: Path, family:
         for number in range(NUM_RUNNING)
     ]
     sampling = SamplingParams(1.0, 1.0, 0, 2, ())
-    engine.generate(samples, sampling)  # its cache is there from here on
+    engine.generate(samples, sampling)  # allocates its cache
     with LiveBytes() as live:
         engine.generate([Sample(9 + one.id, one.prompt, seed=7) for one in samples], sampling)
     sizes = {"num_running": NUM_RUNNING, "prefill_tokens": NUM_RUNNING * PROMPT_TOKENS, "item_bytes": 4}
@@ -479,7 +479,7 @@ def test_engine_and_estimate_leave_the_same_to_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("model", "tp"), [(qwen3_8b, 1), (qwen3_30b_a3b, 2), (deepseek_v3, 32)])
 def test_whatever_engines_take_by_themselves_fits(model: Any, tp: int) -> None:
-    """With more responses than there is room for, the device is full at the most, and not much less."""
+    """With more responses than fit, the device is nearly full, but never over its limit."""
     placement = {"actor": f"0-{2 * tp - 1}", "rollout, reward": f"{2 * tp}-{3 * tp - 1}"}
     rollout = {**LONG, "parallel": {"tp": tp, "ep": tp if model is deepseek_v3 else 1}}
     batch = {"prompts_per_step": 4096, "samples_per_prompt": 8}
@@ -593,7 +593,7 @@ def test_a_reference_takes_the_actors_place_only_under_its_backend() -> None:
 
 
 def test_the_dry_run_counts_shards() -> None:
-    """Of which the first rank has the largest, and layers that are whole for a while."""
+    """The first rank has the largest shard. Layers are whole for a while."""
     one, shared = (planned(actor={**FSDP, "fsdp": {"replicas": n}}) for n in (3, 1))
     whole, shard = (resident_bytes(job, "actor", 0) for job in (one, shared))
     assert whole["weights"] / 3 <= shard["weights"] < whole["weights"] / 2

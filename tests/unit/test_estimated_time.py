@@ -1,4 +1,4 @@
-"""Seconds that a step is said to take, and what a dry run says of sizes."""
+"""Tests of the estimated seconds of a step, and of the text of a dry run about sizes."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_context_parallelism_costs_what_it_sends():
     alone = step_of().tasks["update", ("actor",)]
     ring, by_heads = update_s(), update_s(cp_communication="all_to_all")
     gathered = update_s(transformer_impl="local")
-    assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel while they do"
+    assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel at the same time"
     assert ring < gathered < 1.3 * alone and ring < by_heads < 1.3 * alone
 
 
@@ -142,7 +142,7 @@ def test_the_rank_with_most_tokens_holds_up_the_others():
     even, uneven = (passes_of(experts_job({"ep": 8}), expert_imbalance=factor) for factor in (1.0, 2.0))
     alone = [passes_of(experts_job({"ep": 1}), expert_imbalance=factor) for factor in (1.0, 2.0)]
     assert 1.2 * even < uneven < 2 * even
-    assert alone[0] == alone[1], "experts that are all on a rank have all of its tokens"
+    assert alone[0] == alone[1], "experts on one rank process all of its tokens"
 
 
 def test_few_tokens_for_each_expert_fill_no_tile():
@@ -177,7 +177,7 @@ def test_lengths_are_halves_of_the_limits_unless_given():
 
 
 def make_run(folder, **times):
-    """Makes an output_dir with such metrics."""
+    """Makes an output_dir with these times in its metrics."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(qwen3_config(Size(), 512, 0, 0)))
@@ -187,7 +187,7 @@ def make_run(folder, **times):
 
 
 def measure(folder, **times):
-    """Writes the metrics of a step in which tasks took so long."""
+    """Writes the metrics of a step with these times."""
     line = {"step": 3, "rollout/response_length_mean": 100, "rollout/response_length_max": 300}
     line |= {f"perf/{name}": seconds for name, seconds in times.items()}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -280,13 +280,15 @@ def test_attention_in_float32_is_paid_for_with_padding():
         workload = Workload(prompt=8, response=16, longest_response=longest)
         return TrainingTime(job, "actor", H100, workload).accumulating(1.0)
 
-    assert seconds("bfloat16", 100) == seconds("bfloat16", 40), "one kernel takes sequences as they lie"
+    assert seconds("bfloat16", 100) == seconds("bfloat16", 40), "one kernel takes sequences without padding"
     assert seconds("float32", 100) > seconds("float32", 40) > 0
-    assert seconds("float32", 4000) == seconds("float32", 1000), "long ones lie with those of similar length"
+    assert seconds("float32", 4000) == seconds("float32", 1000), (
+        "long sequences are batched with others of similar length"
+    )
 
 
 def test_gradients_of_frozen_matrices_are_not_paid_for():
-    """Next to no time goes into anything but products and attention in a large dense model."""
+    """In a large dense model, nearly all time goes into matrix products and attention."""
 
     def seconds(lora):
         job = long_job(model={"path": "m", "lora": lora})
@@ -311,7 +313,7 @@ HALVES_APART = "placement={'actor, reference': 0-2047, 'rollout, reward': 2048-4
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders with the config.json of a model with 0.6 and one with 8 billion parameters."""
+    """Returns folders with the config.json of a model with 0.6 and of one with 8 billion parameters."""
     folder = tmp_path_factory.mktemp("models")
     small = Size(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, max_positions=40960)
     large = Size(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, max_positions=40960)
@@ -358,7 +360,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(models):
     assert verdict.endswith("fits")
     key, _, value = text.partition(": ")
     told = describe(models / "large", f"{key}={value}")
-    assert f"peak {verdict.split(' at ')[0]} of" in told, "what was promised is what it then is"
+    assert f"peak {verdict.split(' at ')[0]} of" in told, "the dry run confirms the promised peak"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command that evaluates a checkpoint, and sets of held-out rows."""
+"""Tests of the command to evaluate a checkpoint, and of sets of held-out rows."""
 
 import io
 import json
@@ -43,7 +43,7 @@ TRAINING_WITHOUT_EVALUATION = "".join(
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Any:
-    """The config of an evaluation of a checkpoint, by a config for training and overrides."""
+    """Returns a function that loads the config of an evaluation, from a training config and overrides."""
     (tmp_path / "trained").mkdir()
     (tmp_path / "config.yaml").write_text(TRAINING)
 
@@ -101,7 +101,7 @@ def test_exports_of_several_runs_are_evaluated_in_folders_of_their_own(
 
 
 def test_environments_come_along(evaluated):
-    """What they give is the reward, where the config says nothing else of it."""
+    """Their reward is the default if the config names no other."""
     config = evaluated("placement={'actor, critic': 0, rollout: 1, env: 1}", more="env: {function: calculator}")
     assert config.placement["rollout, reward"] == 1
     of_default = evaluated(more="env: {function: calculator}")

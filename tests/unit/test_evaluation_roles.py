@@ -1,4 +1,4 @@
-"""Held-out evaluation by the roles of a job, with and without ranks of its own."""
+"""Tests of held-out evaluation by the roles of a job, with and without separate ranks."""
 
 import json
 import re
@@ -66,7 +66,7 @@ KEEP_BEST = {"metric": "eval/hard/pass@4"}
 
 
 class Rows:
-    """Prompts of two tokens, each labelled by its number."""
+    """Prompts of two tokens. The label is the number of the row."""
 
     sources = ("one",)
 
@@ -87,7 +87,7 @@ class Rows:
 
 
 class LastToken:
-    """Decodes a response as its last token."""
+    """A stand-in for a tokenizer. It decodes only the last token of a response."""
 
     def decode(self, tokens: list[int]) -> str:
         return str(tokens[-1])
@@ -124,7 +124,7 @@ def evaluating_job(config: Config, rank: int, shared: dict[str, str], **more: An
 
 
 class RecordingEngine(ScriptedEngine):
-    """Keeps what is submitted, and how it is to be drawn."""
+    """An engine with a record of its samples' seeds and samplings."""
 
     def __init__(self) -> None:
         super().__init__(lambda sample: 1 + sample % 3)
@@ -161,7 +161,7 @@ def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: p
 
 
 def of_samples(*samples: tuple[int, int, int]) -> Experience:
-    """(prompt, sample id, last token) each."""
+    """Returns experience of (prompt, sample id, last token) triples."""
     experience = packed_experience([(2, 3)] * len(samples))
     tokens = torch.tensor([token for *_, last in samples for token in (0, 0, 0, 0, last)])
     prompts, ids, _ = (torch.tensor(column) for column in zip(*samples, strict=True))
@@ -176,9 +176,10 @@ FAILS = of_samples((1, 4, 9), (1, 5, 9), (1, 6, 9), (1, 7, 9))
 
 
 def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resumed | None = None) -> tuple[Any, ...]:
-    """What the reward's ranks make of their parts of set 1: the leader's role, metrics, and what it left in the store.
+    """Scores parts of set 1 on the reward's ranks. Returns the leader's role, its metrics, and its entries in the
+    store.
 
-    The rank that comes last is the leader.
+    The last rank to come is the leader.
     """
     shared: dict[str, str] = {}
     for rank in sorted(parts, reverse=True):
@@ -193,7 +194,7 @@ def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resu
 
 
 def test_ranks_bring_their_samples_together(tmp_path: Path):
-    """A prompt's samples lie on several ranks; sibling trajectories of an episode count once."""
+    """The samples of a prompt are on several ranks. Sibling trajectories of an episode count once."""
     config = config_of(logged_prompts=1).model_copy(update={"output_dir": str(tmp_path)})
     right_once = of_samples((0, 0, 0), (0, 1, 9), (1, 4, 9))
     rest = of_samples((0, 2, 9), (0, 3, 9), (1, 5, 9), (1, 6, 1), (1, 6 + SIBLINGS_APART, 1), (1, 7, 1))
@@ -215,7 +216,7 @@ def test_what_passes_is_for_the_config_to_say():
     at = {t: metrics_of(records, num_samples=2, threshold=t) for t in (0.4, 0.5, 0.9)}
     assert [at[threshold]["pass@1"] for threshold in at] == [1.0, 0.5, 0.0]
     assert at[0.9]["best@2"] == pytest.approx(0.8)
-    right = {row + 1: of_samples(*((row, 4 * row + n, row) for n in range(4))) for row in (0, 1)}  # of reward 1
+    right = {row + 1: of_samples(*((row, 4 * row + n, row) for n in range(4))) for row in (0, 1)}  # with reward 1
     passed = [score(config_of(pass_threshold=at), right, step=5)[1]["eval/hard/pass@1"] for at in (0.9, 1.0)]
     assert passed == [1.0, 0.0]
 
@@ -274,7 +275,7 @@ def test_step_by_step_only_the_best_is_saved(tmp_path: Path):
 
 
 def test_a_held_out_loss_ends_training_and_keeps_the_best(tmp_path: Path):
-    """The mean over all response tokens: 3 of them here, of two demonstrations."""
+    """The loss is the mean over all response tokens: 3 tokens of two demonstrations."""
     saved: list[str] = []
     shared: dict[str, str] = {}
     evaluation = {"stop_at": 0.5, "keep_best": {"metric": "eval/loss", "mode": "min"}}
@@ -309,7 +310,7 @@ def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch:
         actor_of(config, rank, shared, []).keep_candidate(2, 0)
     assert kept == [("hf_candidate -> hf_best", best.as_json())]
     actor_of(config, 3, shared, []).keep_candidate(4, 0)
-    assert (tmp_path / "hf_candidate").exists(), "it is the first rank's to remove"
+    assert (tmp_path / "hf_candidate").exists(), "only the first rank removes it"
     actor_of(config, 0, shared, []).keep_candidate(4, 0)
     assert not (tmp_path / "hf_candidate").exists()
 
@@ -422,7 +423,7 @@ def test_its_bytes_and_seconds_are_foretold_and_are_no_part_of_a_step():
 
 
 class FakeEngine:
-    """Of one parameter."""
+    """An engine with one parameter."""
 
     def __init__(self) -> None:
         self.policy_version: int | None = None
@@ -457,7 +458,7 @@ def test_weights_wait_for_the_turn_of_their_evaluation(monkeypatch: pytest.Monke
     for step in (2, 4, 6):
         role.weights[step] = {"w": torch.full((2,), float(step))}
     seen = []
-    for step in (2, 2, 4):  # of the first two sets, then of the next evaluation's
+    for step in (2, 2, 4):  # the first two sets, then the next evaluation
         role._take_weights(step)
         seen.append((engine.policy_version, engine.parameters["w"].tolist(), sorted(role.weights)))
     assert seen == [(2, [2.0, 2.0], [2, 4, 6]), (2, [2.0, 2.0], [2, 4, 6]), (4, [4.0, 4.0], [4, 6])]
@@ -486,7 +487,7 @@ def test_the_first_engine_keeps_the_best(monkeypatch: pytest.MonkeyPatch, verdic
         joined: list[int] = []
         role.serve = lambda joined=joined: (joined.append(1), board.put(best_verdict_of(4), verdict))[0]  # type: ignore[misc]
         role.keep_evaluated(4, 0)
-        assert bool(joined) == (rank == 2), "weight syncs are joined meanwhile"
+        assert bool(joined) == (rank == 2), "the rank joins weight syncs while it waits"
         shared.clear()
     assert saved == kept
 

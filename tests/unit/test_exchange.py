@@ -1,4 +1,4 @@
-"""Experience, the shipments that carry it between roles, and the connections they travel on."""
+"""Tests of experience, of its shipments between roles, and of their connections."""
 
 import socket
 import struct
@@ -160,11 +160,11 @@ KEY = ("rollout", "samples", 7, 0)
 NUM_GROUPS = 6
 
 owners = st.lists(st.integers(0, 3), min_size=NUM_GROUPS, max_size=NUM_GROUPS)
-"""Of each group, the replica that has drawn it."""
+"""The replica that generated each group."""
 
 
 def whole_step(seed: int = 0) -> Shipment:
-    """Two samples of every group."""
+    """Returns two samples of every group."""
     lengths = [1 + (5 * i + seed) % 7 for i in range(2 * NUM_GROUPS)]
     experience = make_experience(lengths, [i // 2 for i in range(2 * NUM_GROUPS)], seed)
     return Shipment(experience, torch.tensor(lengths).view(-1, 2).sum(1), torch.zeros(NUM_GROUPS, dtype=torch.int64))
@@ -192,7 +192,7 @@ def test_replicas_of_any_number_send_on_the_whole_step(owner_of, num_replicas):
     for group in range(NUM_GROUPS):
         with_group = [replica for replica, part in enumerate(shares) if group in part.experience.group_ids]
         assert len(with_group) == 1, "a group stays together"
-        assert all(part.holders[group] == with_group[0] for part in shares), "and all say where it is"
+        assert all(part.holders[group] == with_group[0] for part in shares), "and all ranks know its place"
     for part in shares:
         assert all(values.dtype == FIELDS[name][0] for name, values in part.experience.columns().items())
 
@@ -213,7 +213,7 @@ def test_a_file_holds_a_shipment_without_samples(tmp_path: Path):
 
 
 def transfers_of(order: Order, *roles: str) -> Transfers:
-    """Of a rank that hosts `roles`, each of one replica."""
+    """Returns the transfers of a rank with `roles` of one replica each."""
     hosted = {name: SimpleNamespace(shipments={}, dp=0, grid=SimpleNamespace(dp=1)) for name in roles}
     shape = SimpleNamespace(selects_groups=False, replays_rollout=False)
     return Transfers(shape=shape, grids={}, order=order, exchange=None, roles=hosted, trace=None)
@@ -309,7 +309,9 @@ def test_every_message_arrives_whole_under_its_tag_in_whatever_order_it_is_asked
             received = ranks[peer].receive(source, tag)
             assert ranks[peer].wait([received], LONG_S)
             assert torch.equal(received.message, numbers(size, seed=tag))
-        assert all(rank.wait(own, LONG_S) for rank, own in zip(ranks, deliveries, strict=True)), "who sent them knows"
+        assert all(rank.wait(own, LONG_S) for rank, own in zip(ranks, deliveries, strict=True)), (
+            "the senders notice the delivery"
+        )
 
 
 def test_who_sends_need_not_wait_until_the_other_side_is_there() -> None:
@@ -359,7 +361,7 @@ def test_one_that_has_ended_harms_nobody_who_waits_for_others() -> None:
     awaited = mine.receive(2, 0)
     assert not mine.wait([awaited], 0.05)
     other.send(0, 0, [torch.ones(1)])
-    assert mine.wait([awaited, mine.receive(1, 0)], LONG_S), "also for what came before the end"
+    assert mine.wait([awaited, mine.receive(1, 0)], LONG_S), "the wait also covers earlier messages"
     mine.close()
     other.close()
 
@@ -390,7 +392,7 @@ def test_damaged_bytes_are_a_lost_link_or_whole_messages(count: int) -> None:
 
 
 def read_all(listener: socket.socket, sent: bytes) -> list[tuple[int, Any]]:
-    """The messages that are made of what somebody sends who then hangs up."""
+    """Returns the messages in the bytes of a peer that sends them and hangs up."""
     with socket.create_connection(listener.getsockname()[:2]) as theirs:
         called, came = Called(listener.accept()[0], TOKEN), list[tuple[int, Any]]()
         theirs.sendall(sent)

@@ -1,4 +1,4 @@
-"""Reading config.json, and the family tables against transformers' own models."""
+"""Tests of reading config.json, and of the family tables against the models of transformers."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from tests.support.model_shards import tiny_architecture
 
 
 def classes(family: str, config: str = "Config", **values: Any) -> tuple[Any, Any]:
-    """Returns the config of a family in transformers, with these values unless told otherwise, and its model."""
+    """Returns a family's config and model classes in transformers. The config has these values by default."""
     model = getattr(transformers, f"{family}ForCausalLM")
     return partial(getattr(transformers, f"{family}{config}"), **values), model
 
@@ -109,7 +109,7 @@ def test_canonical_tensors_are_those_of_transformers(family: str, tied: bool, tm
 
 @pytest.mark.parametrize("family", SPARSE_MODELS)
 def test_canonical_tensors_of_experts_are_those_of_files(family: str, tmp_path: Path) -> None:
-    """Of files, since transformers joins the experts' tensors in its modules and parts them again as it saves."""
+    """Compares with files, since transformers stacks the experts in its modules and splits them on saving."""
     config_class, model_class, sizes = SPARSE_MODELS[family]
     model_class(config_class(**{**SIZES, **sizes})).save_pretrained(tmp_path)
     assert_tensors_are_those_of_file(tmp_path)
@@ -188,7 +188,7 @@ def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
     assert (deepseek.moe.score, deepseek.moe.scaling, deepseek.moe.num_groups) == ("sigmoid", 1.0, 1)
 
 
-# The keys of Moonlight-16B-A3B's config.json that tell it from DeepSeek-V3's, as its authors wrote them.
+# The keys of Moonlight-16B-A3B's original config.json that differ from DeepSeek-V3's.
 OLD_MOONLIGHT = OLD_DEEPSEEK | json.loads("""{"q_lora_rank": null, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "n_group": 1, "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid",
     "topk_method": "noaux_tc", "rope_theta": 50000.0, "rope_scaling": null}""")
@@ -229,7 +229,7 @@ def test_a_language_model_beside_what_encodes_pictures_is_read_alone(tmp_path: P
 
 
 def test_models_that_transformers_lacks_are_those_that_they_are_built_as(tmp_path: Path) -> None:
-    """MiMo is Qwen2 and Kimi-K2 DeepSeek-V3, by their own code; what MiMo says of biases changes nothing."""
+    """MiMo is Qwen2 and Kimi-K2 is DeepSeek-V3, by their own code. MiMo's key about biases changes nothing."""
     pairs = [
         ("mimo", {**OLD_CONFIG, "attention_bias": False}, {**OLD_CONFIG, "model_type": "qwen2"}),
         ("kimi_k2", {**OLD_DEEPSEEK, "rope_scaling": YARN}, {**OLD_DEEPSEEK, "rope_scaling": YARN}),
@@ -273,7 +273,7 @@ def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
         routers = (".gate.weight", "mlp.shared_expert_gate.weight", "mlp.router.weight")
         router = name.endswith((*routers, "mlp.experts.gate_up_proj_bias", "down_proj_bias"))
         in_layer = name.startswith("model.layers.")
-        says_what_is_kept = ".linear_attn.in_proj_" in name  # of a state, which every token multiplies it by
+        says_what_is_kept = ".linear_attn.in_proj_" in name  # the share of a state kept at each token
         assert quantizable == (len(shape) == 2 and in_layer and not router and not says_what_is_kept), name
 
 
@@ -450,7 +450,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         20_914_757_184,
     ),
 }
-"""Configs as transformers 4 wrote them for published models, and the parameters of those."""
+"""Configs of published models as written by transformers 4, with their numbers of parameters."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -460,7 +460,7 @@ def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> No
     tensors = canonical_tensors(architecture)
     named = zip(tensors.names, tensors.shapes, strict=True)
     counted = [math.prod(shape) for tensor, shape in named if not tensor.endswith(".e_score_correction_bias")]
-    assert sum(counted) == num_parameters, "routers' biases are no parameters to transformers"
+    assert sum(counted) == num_parameters, "transformers does not count routers' biases as parameters"
 
 
 def test_reads_windows_and_rotary_embeddings_of_published_models(tmp_path: Path) -> None:

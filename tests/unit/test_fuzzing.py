@@ -1,4 +1,5 @@
-"""Damaged input of every kind is refused by an error of ours or read rightly: no other exception, crash or hang."""
+"""Tests of damaged input of every kind. It is read correctly or refused by an error of rltrain, without a crash or
+hang."""
 
 import http.client
 import json
@@ -27,7 +28,7 @@ from tests.support.talking_engine import OWNER, Endpoint, endpoint
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 FEW = 200
 MANY = int(os.environ.get("RLTRAIN_FUZZ_COUNT", "1000"))
-"""More by hand."""
+"""The number of damaged inputs. RLTRAIN_FUZZ_COUNT overrides it."""
 COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 FIELDS = ("group_ids", "lengths", "sample_ids", "tokens", "reward_parts")
 MESSAGE = {"model": "model", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
@@ -137,7 +138,7 @@ def test_tensors_in_files(tmp_path: Path, count: int) -> None:
     whole = save({"a": torch.arange(6), "b": torch.ones(2, 3)}, {"format": "pt"})
     path = tmp_path / "model.safetensors"
     for damaged in mutated_bytes(whole, count, first=200):
-        path.unlink(missing_ok=True)  # what is mapped stays as it is
+        path.unlink(missing_ok=True)  # mapped memory stays valid
         path.write_bytes(damaged)
         try:
             found = read_contents(path)
@@ -150,7 +151,7 @@ def test_tensors_in_files(tmp_path: Path, count: int) -> None:
 @pytest.mark.filterwarnings("ignore:Truncating the start/stop/step of slice")
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_a_weight_sync_tells_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Its scheduler survives; where it reports no error it has the weights, if their checksums came through."""
+    """Its scheduler survives. If it reports no error and the checksums arrived, it has the weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rltrain_weight_loader, "_mapped", {})
     model, staged = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 4), "bias": torch.full((3,), 2.0)}

@@ -1,4 +1,4 @@
-"""Which prompts an engine draws, and which finished groups make up a chunk."""
+"""Tests of the prompts of an engine, and of the finished groups in a chunk."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 def assert_all_drawn_once(by_engine: list[list[Chunk]], num_groups: int) -> None:
-    """Every rank sees the same chunks, and every group of them is at the one engine that drew it, whole."""
+    """Expects the same chunks on every rank, and every group whole on the one engine that generated it."""
     assert all(
         [finished for finished, _ in chunks] == [finished for finished, _ in by_engine[0]] for chunks in by_engine
     )
@@ -56,7 +56,7 @@ def test_engines_share_a_step_and_agree_on_its_chunks(store, shared, num_chunks)
 
 
 def test_chunks_come_in_the_order_of_completion(store):
-    """Long responses do not hold up the chunks that are full without them."""
+    """Long responses do not delay full chunks."""
     length = {0: 30, 1: 1, 2: 9, 3: 3}
     setting = Setting(per_step=4, num_chunks=4, length_of=lambda number: length[number // 2], num_slots=8)
     chunks = setting.run(store)[0]
@@ -80,12 +80,12 @@ def test_a_fast_engine_takes_prompts_from_a_slow_one(store):
 
 
 def test_slots_that_a_tail_leaves_idle_take_groups_of_the_next_step(store):
-    """Group 0 is long; the groups of the next step are done before it and handed over in their own task."""
+    """Group 0 is long. Groups of the next step finish before it, and their own task hands them over."""
     setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
     loop = setting.loop(0, store)
     finished, drawn = loop.run(0, 0)
     assert positions(drawn) == [0, 1]
-    assert {*loop.drawn} == {2, 3}, "done, and kept for their step"
+    assert {*loop.drawn} == {2, 3}, "they are done and kept for their step"
     num_steps = loop.groups.engine.num_steps
     finished, drawn = loop.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
@@ -101,7 +101,7 @@ def test_no_group_is_begun_before_the_horizon_allows_it(store):
 
 
 def test_the_horizon_may_move_while_a_task_runs(store):
-    """It does when weights that are fresh enough for the next step come in flight."""
+    """It moves if fresh enough weights for the next step arrive in flight."""
     setting = Setting(
         per_step=2,
         num_steps=2,
@@ -130,12 +130,12 @@ def test_a_partial_rollout_ends_with_enough_groups_and_goes_on_with_the_others(s
     loop.groups.suspend()
     assert positions(loop.run(1, 0)[0]) == [3, 4]
     assert positions(loop.run(2, 0)[0]) == [0, 5]
-    assert loop.groups.engine.started.count(0) == 2, "continued once, not begun anew"
+    assert loop.groups.engine.started.count(0) == 2, "continued once, not begun again"
     assert len(loop.groups.begun) == 0
 
 
 def test_suspended_groups_go_on_also_where_no_new_ones_may_begin(store):
-    """As after an evaluation in the middle of a step."""
+    """An evaluation in the middle of a step suspends groups like this."""
     setting = Setting(per_step=2, num_chunks=2, length_of=lambda number: 9 if number < 2 else 1)
     loop = setting.loop(0, store)
     assert positions(loop.run(0, 0)[1]) == [1]
@@ -162,7 +162,7 @@ def test_over_many_steps_with_look_ahead_nothing_is_lost_or_drawn_twice(store, n
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("partial", [True, False])
 def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store, monkeypatch, shared, partial):
-    """Tasks end and groups begin by what has been drawn, never by the clock: here it jumps at random."""
+    """Tasks end and groups begin by the generated tokens, never by the clock. The clock jumps at random here."""
     setting = Setting(per_step=4, num_steps=8, ahead=3, num_chunks=2, partial=partial, shared=shared)
     real, ahead_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: real() + ahead_s)
@@ -202,7 +202,7 @@ def test_new_weights_are_taken_between_decode_steps_and_running_responses_go_on(
 
 
 def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_another(store):
-    """Otherwise the actor, which has come to the sync, would wait for the slowest engine."""
+    """Otherwise the actor would wait at the sync for the slowest engine."""
     setting = Setting(per_step=2, num_engines=2, shared=False, length_of=lambda number: 1 if number < 2 else 200)
     taken = threading.Event()
 
@@ -217,7 +217,7 @@ def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_anot
         return loop.run(0, 0)
 
     def wait() -> None:
-        assert taken.wait(LIMIT_S / 2), "the engine that waits did not join"
+        assert taken.wait(LIMIT_S / 2), "the waiting engine did not join"
 
     assert_all_drawn_once([[chunk] for chunk in on_ranks(store, engine, 2)], 2)
 
@@ -240,7 +240,7 @@ def test_a_chunk_is_full_with_its_last_ticket(store):
     assert not completion_log.is_full("step 0", 0) and completion_log.read("step 0", 0) is None
     completion_log.add("step 0", group(3))
     assert completion_log.is_full("step 0", 0) and not completion_log.is_full("step 0", 1)
-    assert completion_log.read("step 0", 0) == [group(3), group(5)], "by position, not by when they got done"
+    assert completion_log.read("step 0", 0) == [group(3), group(5)], "sorted by position, not by time"
 
 
 def test_logs_do_not_mix(store):
@@ -253,7 +253,7 @@ def test_logs_do_not_mix(store):
 
 
 def test_a_drawn_ticket_may_still_have_to_be_written(store):
-    """The counter comes first: who sees it full waits for the entry."""
+    """The counter is raised first. A reader of a full counter waits for the entry."""
     completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
     completion_log.add("step 0", group(0))
     completion_log.store.add("step 0/count", 1)
@@ -264,15 +264,15 @@ def test_a_drawn_ticket_may_still_have_to_be_written(store):
 
 
 def test_a_rank_knows_of_its_own_tickets_without_looking(store, monkeypatch):
-    """The store, in which others enter theirs, is looked into every few milliseconds at most."""
+    """It reads the other ranks' entries in the store at most every few milliseconds."""
     now_s = 100.0
     monkeypatch.setattr(tickets_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     mine, others = (CompletionLog(store, per_chunk=1, num_readers=2, chunks_per_log=99) for _ in range(2))
-    assert not mine.is_full("run", 0), "just looked"
+    assert not mine.is_full("run", 0), "the last look was just before"
     mine.add("run", group(0))
     assert mine.is_full("run", 0) and not mine.is_full("run", 1)
     others.add("run", group(1))
-    assert not mine.is_full("run", 1), "seen with the next look"
+    assert not mine.is_full("run", 1), "visible only at the next look"
     now_s += 2 * POLL_S
     assert mine.is_full("run", 1)
 
@@ -302,7 +302,7 @@ def test_a_chunk_is_deleted_once_all_have_read_it(store):
     first.add("step 0", group(0))
     before = store.num_keys()
     assert first.read("step 0", 0) == [group(0)]
-    assert store.num_keys() > before - 1, "the other has yet to read it"
+    assert store.num_keys() > before - 1, "the other reader has not read it yet"
     assert second.read("step 0", 0) == [group(0)]
     assert not first.store.check(["step 0/0"]) and not first.store.check(["step 0/0/read"])
 
@@ -312,7 +312,9 @@ def test_nothing_is_left_of_a_log_that_is_complete_and_read(store):
     before = store.num_keys()
     for position in range(4):
         completion_log.add("step 0", group(position))
-    assert completion_log.read("step 0", 0) and completion_log.is_full("step 0", 1), "counted on until the last chunk"
+    assert completion_log.read("step 0", 0) and completion_log.is_full("step 0", 1), (
+        "the count continues until the last chunk"
+    )
     completion_log.read("step 0", 1)
     assert store.num_keys() == before
 
@@ -345,7 +347,7 @@ def test_a_position_beyond_the_horizon_is_held_until_the_horizon_has_moved(store
     assert assignment.held == [2]
     assert assignment.claim(room=5, max_position=2) == []
     assert other.claim(room=5, max_position=2) == []
-    assert (assignment.held, other.held) == ([2], [3]), "asking again takes no further one"
+    assert (assignment.held, other.held) == ([2], [3]), "a second request takes no further position"
     assert other.claim(room=1, max_position=4) == [3]
     assert assignment.claim(room=2, max_position=5) == [2, 4]
 
@@ -363,7 +365,8 @@ def test_a_resumed_run_goes_on_from_its_first_position(store):
 
 
 def test_engines_of_unequal_speed_share_all_positions_out(store):
-    """Over several horizons, with room of one group at a time; while the slow engine has one the others do three."""
+    """There are several horizons and room for one group at a time. The other engines finish three groups per group of
+    the slow one."""
     num_engines, per_step, num_steps = 3, 12, 4
 
     def engine(rank: int, own: dist.Store) -> list[list[int]]:
@@ -413,18 +416,18 @@ def test_weights_have_to_be_fresh_enough_for_the_next_step_where_that_is_asked()
     rules = StreamRules(num_groups=24, per_step=6, num_ahead=6, max_staleness=1)
     assert [rules.max_position(2, version) for version in (None, 0, 1, 2, 3)] == [18, 18, 18, 24, 24]
     assert rules.max_position(0, 0) == 12
-    assert rules.max_position(0, None) == 6, "weights that are incomplete are not of version 0"
+    assert rules.max_position(0, None) == 6, "incomplete weights do not count as version 0"
 
 
 @given(st.sets(st.integers(0, 30), max_size=20), st.data())
 def test_a_run_takes_the_positions_that_are_open_and_the_first_ones_first(taken, data):
-    """Some of those that are not open were dropped."""
+    """Some of the positions that are not open were dropped."""
     num_dropped = len(taken) % 4 + 4 * data.draw(st.integers(0, len(taken) // 4))
     done = Consumed().after(sorted(taken)[num_dropped:], sorted(taken)[:num_dropped])
     rules = StreamRules(num_groups=40, per_step=4, done=done)
     still_open = [position for position in range(100) if position not in taken]
     for step in range(rules.first_step, 10):
         begun = [position for position in still_open if position < rules.max_position(step, None)]
-        assert begun == still_open[: (step + 1 - rules.first_step) * 4], "whatever was dropped before the run"
+        assert begun == still_open[: (step + 1 - rules.first_step) * 4], "independent of earlier drops"
         assert {rules.log_of(position) for position in begun[-4:]} == {f"step {step}"}
         assert rules.max_position(step, None, num_dropped=2) == still_open[len(begun) + 2]

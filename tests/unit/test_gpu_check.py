@@ -1,4 +1,4 @@
-"""What a GPU is needed for, as far as it can be checked without one."""
+"""Tests of the GPU check without a GPU."""
 
 import importlib
 import json
@@ -94,7 +94,7 @@ def test_a_crash_ends_the_check_where_the_gpu_does_not_answer(
 
 
 def test_steps_run_beside_each_other_and_others_alone(make_runner: Callable[..., Runner], tmp_path: Path) -> None:
-    """Two that wait for each other end; one that is alone sees none of them."""
+    """Two concurrent steps wait for each other and end. A later step runs alone."""
     meet = (
         "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]); (here / sys.argv[2]).touch()\n"
         "while not (here / sys.argv[3]).exists(): time.sleep(0.01)\n"
@@ -189,14 +189,14 @@ CASE = re.compile(r"\"(tests\.gpu\.\w+):(\w+)\"")
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders that a GPU machine has, with models of their kinds and a row of each file."""
+    """Returns the folders of a GPU machine, with tiny models of the same kinds and copies of one row."""
     folder = tmp_path_factory.mktemp("start")
     row = '{"prompt": "1+1=", "response": "2", "label": "2", "chosen": "2", "rejected": "3"}\n'
     for name in STARTS:
         shutil.copytree(WARMED_UP, folder / name / "model")
         for rows in {job.rows for job in JOBS.values() if job.rows.startswith(f"{name}/")}:
             (folder / rows).write_text(row * 512)
-    (folder / "experts/model/model.safetensors").unlink()  # of another model
+    (folder / "experts/model/model.safetensors").unlink()  # replaced by another model
     sizes = SHAPE | {"vocab_size": 15, "num_attention_heads": 4, "num_key_value_heads": 2}
     tiny_config("qwen3_moe", sizes).save_pretrained(folder / "experts/model")
     return folder
@@ -229,7 +229,7 @@ def test_gpu_tests_are_imported_and_name_cases_that_exist(path: Path) -> None:
     for module, function in CASE.findall(text):
         assert callable(getattr(importlib.import_module(module), function))
     starts_jobs = re.search(r"jobs import .*\btrain|jobs import .*try_to_train", text)
-    assert not starts_jobs or "from tests.gpu.jobs import JOBS" in text, "jobs are data, so that they are checked here"
+    assert not starts_jobs or "from tests.gpu.jobs import JOBS" in text, "jobs are data, so this file checks them"
 
 
 @pytest.fixture(scope="module")
@@ -255,4 +255,4 @@ def test_what_the_driver_refuses_is_named(found: dict[str, Any]) -> None:
     too_much, elsewhere = found["refusals"]
     assert "cuMemAlloc_v2 of the CUDA driver returned error 2" in too_much and "rollout.sglang.staging_mb" in too_much
     assert "staged on device GPU-another" in elsewhere
-    assert found["pages"] == 2, "the driver shares whole pages: what else lies in them would be shared too"
+    assert found["pages"] == 2, "the driver shares whole pages, with everything in them"

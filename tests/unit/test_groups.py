@@ -1,4 +1,4 @@
-"""Prompt groups are scored while the engine decodes, and a filter says which of them count."""
+"""Tests of scoring prompt groups during decoding, and of the filter of groups."""
 
 import json
 import threading
@@ -128,7 +128,7 @@ def test_those_with_the_fewest_turns_made_come_first_and_of_these_who_waits_long
 def test_nobody_is_overtaken_by_more_than_its_turns_allow(
     arrivals: list[tuple[int, list[int]]], data: st.DataObject
 ) -> None:
-    """However many still come: each round some do, with any number of turns made, and some are taken."""
+    """In each round, samples arrive with any number of turns, and some samples are taken."""
     ready, waiting, number = ReadySamples(), dict[int, list[int]](), 0
     for spread, turns in arrivals:
         samples = [after_turns(number + place, made) for place, made in enumerate(turns)]
@@ -153,7 +153,7 @@ def scores(*rewards: float, errors: int = 0) -> Scores:
 
 
 def by_length(prompt: str, responses: list[str], rewards: list[float], label: str) -> object:
-    """A user's filter, which says what the label asks for."""
+    """A user's filter. The label chooses its answer."""
     assert (prompt, len(responses)) == ("2+2", len(rewards))
     return {"keep": True, "drop": False, "why": "too easy!", "wrong": None}[label] if label != "raise" else 1 / 0
 
@@ -202,7 +202,7 @@ def test_scores_survive_a_checkpoint():
 
 
 def group_at(position: int, *lengths: int) -> SampleGroup:
-    """Two prompt tokens, and responses of these lengths."""
+    """Returns a group with two prompt tokens, and responses of these lengths."""
     return SampleGroup(
         position,
         row=position,
@@ -214,7 +214,7 @@ def group_at(position: int, *lengths: int) -> SampleGroup:
 
 
 def scorables(experience: Experience, step: int) -> list[Scorable]:
-    """The label is right where the response's length is odd."""
+    """Returns scorables. The label is right if the length of the response is odd."""
     lengths = experience.response_mask.split(experience.lengths.tolist())
     return [Scorable("", str(int(mask.sum()) % 2), "1", step=step) for mask in lengths]
 
@@ -258,7 +258,7 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
 def test_an_engine_that_drew_none_of_a_chunk_has_none_to_reward(scoring):
     none = scoring.hand_over(0, 1, pack_groups([], [1, 2]), [])
     assert none.num_samples == 0 and len(none.rewards) == len(none.turn_rewards) == 0
-    assert none.reward_parts.shape == (0, 1), "as many functions as others have"
+    assert none.reward_parts.shape == (0, 1), "as many functions as on other engines"
 
 
 def test_scores_are_done_when_every_worker_has_answered():
@@ -267,13 +267,13 @@ def test_scores_are_done_when_every_worker_has_answered():
     first.set_result([])
     assert not pending.is_done
     second.set_exception(ConfigError("no worker could start"))
-    assert pending.is_done, "so that who waits learns of it"
+    assert pending.is_done, "a waiting caller must notice it"
     with Scorer.of(schema.Reward(function="exact_match")) as scorer:
-        assert scorer.begin([Scorable("p", "r", "l")]).is_done, "of a function that needs no worker"
+        assert scorer.begin([Scorable("p", "r", "l")]).is_done, "the function needs no worker"
 
 
 class Slow:
-    """A scorer whose functions answer when they are told to."""
+    """A scorer with answers on command."""
 
     def __init__(self) -> None:
         self.answered = threading.Event()
@@ -287,7 +287,7 @@ class Slow:
         return self.answered.is_set()
 
     def wait(self, pending: Any) -> Scores:
-        assert self.is_done, "nothing may wait for rewards while the engine could decode"
+        assert self.is_done, "no wait for rewards while the engine can decode"
         return scores(0.0, 1.0)
 
 
@@ -302,16 +302,16 @@ def test_the_engine_goes_on_until_rewards_are_known():
 
 @dataclass
 class ScriptedFilter:
-    """Drops what `drops` says, and knows it `lag` looks after a group was finished."""
+    """A filter that drops groups by `drops`. Its verdict takes `lag` looks after a group is finished."""
 
     drops: Callable[[int], bool]
     lag: int = 0
     looks: Counter[int] = field(default_factory=Counter)
     told: Counter[int] = field(default_factory=Counter)
     dropped: list[tuple[int, int]] = field(default_factory=list)
-    """(step, position)."""
+    """Pairs of (step, position)."""
     spared: list[tuple[int, int]] = field(default_factory=list)
-    """Likewise."""
+    """Pairs of (step, position)."""
 
     def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> Iterable[Verdict]:
         known = [position for position in groups if self.looks[position] >= self.lag]
@@ -329,7 +329,7 @@ class ScriptedFilter:
 
 @dataclass
 class Filtering(Setting):
-    """What the engines of a run have in common whose groups do not all count."""
+    """The common settings of the engines in a run with a group filter."""
 
     drops: Callable[[int], bool]
     limit: int = 100
@@ -350,7 +350,7 @@ class Filtering(Setting):
         return loop, selection.filter
 
     def run_filtered(self, jobs: Jobs) -> list[tuple[list[Chunk], GenerationLoop, ScriptedFilter]]:
-        """By engine."""
+        """Returns the chunks, the loop and the filter of each engine."""
 
         def engine(rank: int, own: dist.Store) -> Any:
             loop, scripted = self.scripted(rank, own)
@@ -367,7 +367,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 def test_others_are_drawn_in_the_place_of_those_that_are_dropped(jobs):
-    """Odd ones are dull; nothing is begun that the step does not take, so the weights that draw it are the step's."""
+    """Odd positions are dull. No group begins without a step to take it, so its weights are that step's."""
     ((chunks, loop, scripted),) = Filtering(lambda position: position % 2 == 1).run_filtered(jobs)
     assert [positions(drawn) for _, drawn in chunks] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     assert sorted(scripted.dropped) == [((p + 1) // 8, p) for p in range(1, 23, 2)]
@@ -376,7 +376,7 @@ def test_others_are_drawn_in_the_place_of_those_that_are_dropped(jobs):
 
 
 def test_a_step_ends_though_every_group_is_dull(jobs):
-    """After the limit it takes what there is."""
+    """After the limit of drops, the step takes dull groups."""
     ((chunks, loop, scripted),) = Filtering(lambda position: True, limit=3).run_filtered(jobs)
     assert [len(drawn) for _, drawn in chunks] == [4, 4, 4]
     assert Counter(step for step, _ in scripted.dropped) == {0: 3, 1: 3, 2: 3}
@@ -424,12 +424,12 @@ def test_every_group_is_handed_over_dropped_or_still_there(
     )
     held = [p for _, loop, _ in by_engine for p in (*loop.groups.begun, *loop.drawn, *loop.selection.undecided)]
     everything = Counter([*handed_over, *dropped, *held])
-    assert everything == Counter(range(len(everything))), "each once, and none is left out"
+    assert everything == Counter(range(len(everything))), "each position once, without gaps"
     if not ahead:
-        assert not held, "the step that began a group takes or drops it"
+        assert not held, "a group's own step takes or drops it"
         if limit == 100:
             kept = [position for position in range(60) if position not in dull]
-            assert sorted(handed_over) == kept[:12], "whatever the engines' speed"
+            assert sorted(handed_over) == kept[:12], "independent of the engines' speed"
     assert all(count == 1 for _, _, scripted in by_engine for count in scripted.told.values())
     (consumed,) = {loop.consumed for _, loop, _ in by_engine}
     unseen = [position for _, loop, _ in by_engine for position in loop.selection.unseen]
@@ -439,7 +439,7 @@ def test_every_group_is_handed_over_dropped_or_still_there(
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(0, 40), max_size=25), st.sampled_from([0, 4]), st.sampled_from([0, 1]), st.integers(1, 3))
 def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(jobs, dull, ahead, lag, cut):
-    """With one engine, at the same decode steps; what counts already is not asked for again."""
+    """With one engine, the decode steps are the same. Known verdicts are not requested again."""
     setting = Filtering(dull.__contains__, limit=3, ahead=ahead, lag=lag, num_steps=4)
     ((expected, _, whole),) = setting.run_filtered(jobs)
     loop, before = setting.scripted(0, jobs.start(1)[0])
@@ -484,4 +484,4 @@ def test_counts_of_steps_that_are_over_do_not_stay(limit: int) -> None:
     engines = [DropCount(store, limit) for _ in range(2)]
     for step in range(0, 60, 3):
         assert [engine.take(step) for engine in engines] == [limit > 0, False]
-        assert store.num_keys() <= 2, "this step's, and that of all"
+        assert store.num_keys() <= 2, "one key of this step and one of all steps"

@@ -1,4 +1,4 @@
-"""Signs of life of ranks and nodes, and the time that tasks take."""
+"""Tests of the heartbeats of ranks and nodes, and of the durations of tasks."""
 
 import logging
 import select
@@ -52,7 +52,7 @@ def store(server: dist.TCPStore, request: pytest.FixtureRequest) -> dist.Store:
 
 @pytest.fixture
 def ranks(store: dist.Store) -> Iterator[list[JobStore]]:
-    """Both ranks of a job, in one process."""
+    """Yields both ranks of a job in one process."""
     timeouts = Timeouts(no_progress_s=0.5)
     job_stores = [
         JobStore(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
@@ -88,12 +88,12 @@ def test_what_a_rank_does_reaches_the_others_without_a_write_of_its_own(ranks):
     mine.heartbeat.start()
     mine.heartbeat.begin("generate", "rollout", 4, position=17)
     mine.heartbeat.advance(100)
-    assert other.heartbeat.board.read([0])[0].task == "starting", "nothing is sent by begin and advance"
+    assert other.heartbeat.board.read([0])[0].task == "starting", "begin and advance send nothing"
     deadline = time.monotonic() + 5
     while (beat := other.heartbeat.board.read([0])[0]).task == "starting":
         assert time.monotonic() < deadline
     assert (beat.task, beat.step, beat.position) == ("generate", 4, 17)
-    assert beat.progress == 101, "beginning a task is progress as well"
+    assert beat.progress == 101, "the beginning of a task is progress as well"
 
 
 def test_marking_progress_is_cheap(store):
@@ -170,18 +170,18 @@ def test_having_waited_for_one_that_got_on_is_no_fault_once_that_one_has_gone_ah
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
         board.put(Beat(1, **update, still_s=0.5, alive=second))
-        assert observer.verdict() is None, "rank 0 waits in a collective for rank 1, which gets on"
+        assert observer.verdict() is None, "rank 0 waits in a collective for rank 1, and rank 1 makes progress"
     for second in range(21, 41):
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
         board.put(Beat(1, "weight_sync", position=5, still_s=second - 20, alive=second))
         stall = observer.verdict()
-        assert (stall is not None) == (second > 30), "from 20 on, rank 1 gets no further without rank 0"
+        assert (stall is not None) == (second > 30), "from 20 on, rank 1 makes no progress without rank 0"
     assert stall is not None and stall.rank == 0
 
 
 def test_a_rank_that_is_not_heard_of_is_lost_though_others_get_on(store):
-    """One that has finished, or has yet to begin, is not."""
+    """Ranks that have finished or have not begun are not lost."""
     clock, board = [0.0], Board(store)
     observer = Observer(board, 4, Timeouts(lost_s=30.0), clock=lambda: clock[0])
     board.put(Beat(1, "finished", alive=1, finished=True))
@@ -191,7 +191,7 @@ def test_a_rank_that_is_not_heard_of_is_lost_though_others_get_on(store):
         clock[0] += 1
         board.put(Beat(0, "generate", alive=int(clock[0])))
         lost = observer.verdict()
-    assert clock[0] == 32, "in seconds from the first look on"
+    assert clock[0] == 32, "in seconds since the first look"
     assert "rank 2 on n2 was last known to be at update[3] (actor), 31 s ago" in str(lost)
 
 
@@ -243,7 +243,7 @@ def test_in_a_guarded_job_a_wait_leaves_the_end_to_the_watchdog(ranks):
     threading.Timer(1.5, arrived.set).start()
     see = lambda: stalls.append(other.observer.verdict())  # noqa: E731
     Waiter(mine, report_s=0.2).until(arrived.wait, "wait samples[3]", [1], serve=see)
-    assert [stall.rank for stall in stalls if stall][-1] == 1, "nobody gets on, and yet the wait went on"
+    assert [stall.rank for stall in stalls if stall][-1] == 1, "no rank makes progress, but the wait continued"
 
 
 def test_a_rank_serves_others_while_it_waits(ranks):
@@ -431,13 +431,13 @@ COMES_WITHIN_S = 10.0
 
 
 class Node:
-    """The first rank of a node and one more, on a clock of their own."""
+    """The first rank of a node and one more, with their own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store: dist.Store = dist.HashStore()
         self.second = 0.0
         self.asked: list[str] = []
-        """What the other rank has asked of the store, or said there, since the last `pass_a_second`."""
+        """The other rank's calls to the store since the last `pass_a_second`."""
         self.gatherer = Gatherer(NODE, self.store, self._clock)
         self.other = Gathered(NODE, self.store, self._clock)
         put = self.other.board.put
@@ -451,7 +451,7 @@ class Node:
         monkeypatch.setattr(OwnBeats, "job_ends", job_ends)
 
     def pass_a_second(self, *, first_runs: bool = True, first_looks: bool = True) -> list[str]:
-        """What the other rank asked of the store in it."""
+        """Advances the clock. Returns the other rank's calls to the store."""
         self.second += 1
         self.asked.clear()
         self.other.put(Beat(OTHER, "update", alive=int(self.second)))
@@ -477,7 +477,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 def comes(one: Gatherer | Gathered, seconds: float = COMES_WITHIN_S) -> None:
-    """Wait until a datagram is there."""
+    """Waits until a datagram arrives."""
     select.select([one._socket], [], [], seconds)
 
 
@@ -492,7 +492,7 @@ def test_the_first_rank_speaks_and_asks_for_the_others_once_it_has_said_so(node:
 
 
 FAULTS = {"ended": 1.0, "stopped": 1 + CONFIRMED_FOR_S, "its store does not answer": 2 * CONFIRMED_FOR_S}
-"""Of the first rank -> seconds after which the others speak for themselves."""
+"""Faults of the first rank, with the seconds until the others speak for themselves."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -540,7 +540,7 @@ def test_a_last_beat_waits_for_nobody(node: Node) -> None:
 
 
 def test_a_last_beat_is_not_undone_by_an_older_one_on_its_way(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the first rank has read an older one, and puts it after the other rank has put its last."""
+    """The first rank read an older heartbeat and writes it after the other rank has written its last one."""
     for _ in range(2):
         node.pass_a_second()
     node.other.put(Beat(OTHER, "update", alive=3))

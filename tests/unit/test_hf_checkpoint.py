@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face form: reading, writing by shares, value heads."""
+"""Tests of checkpoints in Hugging Face form: reading, writing by shares, value heads."""
 
 import errno
 import itertools
@@ -52,7 +52,7 @@ FURTHER_SIZES = {
 def make_checkpoint(
     folder: Path, family: str, kind: str = "CausalLM", *, tied: bool = False, shard: str = "1GB", **values: int
 ) -> dict[str, Tensor]:
-    """A random model of `kind` "CausalLM" or "SequenceClassification"; returns the tensors that its files hold."""
+    """Saves a random model of `kind` "CausalLM" or "SequenceClassification" and returns the tensors of its files."""
     torch.manual_seed(0)
     sizes = {**SIZES, **FURTHER_SIZES.get(family, {}), **values}
     config = MODELS[family][0](**sizes, tie_word_embeddings=tied)
@@ -68,7 +68,7 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def whole(folder: Path) -> Layout:
-    """The layout of the model in a folder on one rank of Megatron."""
+    """Returns the layout of a folder's model on one rank of Megatron."""
     return megatron_layout(read_architecture(folder), Grid((0,)))
 
 
@@ -81,14 +81,14 @@ def load(
 
 
 def saver(original: Path, **settings: object) -> Callable[..., None]:
-    """Writes the model in `original` to another folder."""
+    """Returns a function to write the model in `original` to another folder."""
     layout, architecture = whole(original), read_architecture(original)
     parameters, settings = load(original, layout), {"like": original, "group": None, "rank": 0} | settings
     return lambda target, **more: save_checkpoint(target, parameters, layout, architecture, **settings | more)
 
 
 def zero_padding(shard: dict[str, np.ndarray], architecture: Architecture, place: Place) -> dict[str, np.ndarray]:
-    """The oracle marks padding rows; a loaded model has zeros there."""
+    """Zeroes the padding rows marked by the oracle, as in a loaded model."""
     for module in ("embedding.word_embeddings", "output_layer", "model.embed_tokens", "lm_head"):
         name = f"{module}.weight"
         if name in shard:
@@ -306,7 +306,7 @@ def test_writers_share_the_bytes(num_ranks: int) -> None:
 
 
 def inside_one_buffer(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Equal tensors as views of one flat buffer, as Megatron's data parallelism keeps its parameters."""
+    """Returns equal tensors as views of one flat buffer, like the parameters of Megatron's data parallelism."""
     buffer = torch.cat([torch.full((3,), 7.0), *(tensor.flatten() for tensor in parameters.values())])
     sizes = [3, *(tensor.numel() for tensor in parameters.values())]
     views = buffer.split(sizes)[1:]
@@ -337,7 +337,9 @@ def test_layers_that_predict_further_tokens_are_left_out_where_config_json_tells
     save_file({**tensors, further: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     layout = whole(tmp_path)
     if num_told:
-        assert not any((parameter == 7.0).all() for parameter in load(tmp_path, layout).values()), "all are filled"
+        assert not any((parameter == 7.0).all() for parameter in load(tmp_path, layout).values()), (
+            "all parameters are filled"
+        )
     else:
         assert further in refusal(tmp_path, layout)
 
@@ -351,7 +353,7 @@ VALUES = {entry.name: torch.arange(1, 1 + np.prod(entry.shape)).to(entry.dtype).
 
 
 def elements_of(layout: Layout, rank: int) -> set[tuple[str, int, int, int, int]]:
-    """(parameter, its element, tensor, row, column) of all."""
+    """Returns (parameter, its element, tensor, row, column) of all elements."""
     mine = layout.on(rank)
     found = set()
     for piece in mine.pieces:
@@ -544,7 +546,7 @@ def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, t
 
 
 WITHOUT_CLASSIFIER = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3", "qwen3_5_moe_text")
-"""Families that transformers has no model for sequence classification of: such a file is rltrain's alone."""
+"""Families without a sequence classification model in transformers. Only rltrain has such files of them."""
 
 
 @pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])

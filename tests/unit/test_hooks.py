@@ -1,4 +1,4 @@
-"""The functions of a user's that the page of hooks shows, called as jobs call them."""
+"""Tests of the user functions on the page of hooks, called like in a job."""
 
 import re
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def loss(config: Config) -> None:
 
 
 CALLED: tuple[Callable[[Config], None], ...] = (reward, verdict, groups, game, advantages, loss)
-"""Each is named as the file of the page that it calls. The agent is an episode in test_documentation.py."""
+"""Each has the name of its file on the page. The agent is an episode in test_documentation.py."""
 
 
 @pytest.mark.parametrize("check", CALLED)

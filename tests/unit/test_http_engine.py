@@ -1,4 +1,4 @@
-"""Engines of servers at URLs: requests, weights, failures."""
+"""Tests of engines of servers at URLs: requests, weights, failures."""
 
 import math
 import subprocess
@@ -38,7 +38,7 @@ SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0,
 
 
 class Folders(Weights):
-    """Stands in for `DiskWeights`: versions without files."""
+    """A stand-in for `DiskWeights`: versions without files."""
 
     way = "folder"
 
@@ -63,7 +63,7 @@ class Folders(Weights):
 
 
 class Rig:
-    """An engine on stand-ins, whose URLs stand in a file."""
+    """An engine with stand-ins for servers. Their URLs are in a file."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.servers = folder / "urls", list[StandInServer]()
@@ -147,7 +147,7 @@ def await_(holds: Callable[[], bool]) -> None:
 
 
 def drawn_right(done: Sequence[Sample]) -> bool:
-    """Whether every token, log-prob and version go together."""
+    """Returns whether every token, log-prob and version match."""
     for sample in done:
         context = [*sample.prompt]
         for token, logprob, version in zip(sample.tokens, sample.logprobs, sample.policy_versions, strict=True):
@@ -203,7 +203,8 @@ def test_what_is_under_way_goes_on_by_new_weights(rig: Rig, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_with_a_server(rig: Rig, kind: str) -> None:
-    """Killed under load and started anew at the same place, with other weights; a newcomer; one that leaves."""
+    """One server is killed under load and restarted at the same address with other weights. Another joins, and another
+    leaves."""
     first, second = rig.server(kind, pace_s=0.003), rig.server(kind, pace_s=0.003)
     engine = rig.start()
     sync(engine, 0)
@@ -219,8 +220,8 @@ def test_nothing_is_lost_with_a_server(rig: Rig, kind: str) -> None:
     sync(engine, 1)
     done += finish(engine)
     assert sorted(one.id for one in done) == [one.id for one in samples(16)] and drawn_right(done)
-    assert {v for server in rig.servers for v in server.versions_drawn} <= {0, 1}, "none drew by weights of its own"
-    assert second.label.endswith(".0") and third.label.endswith(".1"), "one that left is left alone"
+    assert {v for server in rig.servers for v in server.versions_drawn} <= {0, 1}, "no server used its own weights"
+    assert second.label.endswith(".0") and third.label.endswith(".1"), "a server that left gets no update"
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -247,21 +248,21 @@ def test_a_server_that_leaves_during_an_update_takes_it_to_its_end(rig: Rig, joi
     assert drawn_right(finish(engine))
     await_(lambda: engine.metrics()["rollout/servers"] == 2)
     assert drawn_right(engine.generate(samples(), SHORT)) and second.versions_drawn
-    assert second.folders == ["/weights/run.0"], "it has the weights, and is not given them again"
+    assert second.folders == ["/weights/run.0"], "the server has the weights and does not get them again"
 
 
 def test_weights_are_taken_while_the_scheduler_still_holds_the_last_batch(rig: Rig) -> None:
-    """SGLang refuses to flush its cache at once then."""
+    """SGLang then refuses to flush its cache at once."""
     server = rig.server("sglang", holds_batch_s=1.0)
     engine = rig.start()
     for version in (0, 1):
         sync(engine, version)
         assert drawn_right(engine.generate(samples(2), SHORT))
-    assert server.folders == ["/weights/run.0", "/weights/run.1"], "they were given once"
+    assert server.folders == ["/weights/run.0", "/weights/run.1"], "each version was sent once"
 
 
 def test_what_is_taken_back_has_something_left_to_draw() -> None:
-    """Though all of it is certain, and its server is lost before the sample is told."""
+    """All tokens are certain, but the server is lost before the sample is reported."""
     for end, num_kept in ((None, 2), ("stop", 2), ("length", 2)):
         drawing = Drawing(samples(1)[0], 5 if end == "stop" else 3)
         drawing.add([4, 5, 3], [-1.0] * 3)
@@ -279,7 +280,7 @@ def test_a_sample_without_finite_log_probs_ends_before_them(broken: float | None
 
 
 def test_a_server_that_is_started_anew_in_silence_is_found_out(rig: Rig) -> None:
-    """Between two requests nothing tells but its version."""
+    """Between two requests, only its version shows the restart."""
     server = rig.server("vllm")
     engine = rig.start()
     sync(engine, 0)
@@ -329,7 +330,7 @@ def test_one_that_takes_no_weights_is_refused(rig: Rig, kind: str) -> None:
 
 
 class Deltas(Folders):
-    """Stands in for `DeltaWeights`."""
+    """A stand-in for `DeltaWeights`."""
 
     way = "delta"
 
@@ -401,7 +402,7 @@ def test_servers_are_dealt_out_evenly_and_stay_where_they_are(steps: list[list[s
         before, dealt = dealt, dealt_out(urls, dealt, num_ranks)
         counts = [list(dealt.values()).count(rank) for rank in range(num_ranks)]
         assert dealt.keys() == {*urls} and {*dealt.values()} <= {*range(num_ranks)}
-        assert min(counts) > 0 or max(counts) <= 1, "nobody has none while another has several"
+        assert min(counts) > 0 or max(counts) <= 1, "no server is idle while another has several requests"
         moved = [url for url in urls if url in before and dealt[url] != before[url]]
         assert len(moved) < num_ranks
 
@@ -417,14 +418,14 @@ def parts_on(*ranks: int) -> list[Layout]:
 
 
 def start(rig: Rig, limit_s: float = LIMIT_S) -> tuple[HttpEngine, int]:
-    """With weights by groups, and how many parts they have."""
+    """Starts an engine with weights by groups, and returns it with its number of parts."""
     parts = parts_on(0)
     weights = GroupWeights(parts, 0, device=torch.device("cpu"), run="run", update_timeout_s=limit_s)
     return rig.start(weights=weights), len(parts)
 
 
 def sync_in_parts(engine: HttpEngine, version: int, num_parts: int) -> dict[str, Tensor]:
-    """What servers are to have received."""
+    """Syncs `version` part by part, and returns the tensors that servers should have."""
     engine.begin_update()
     sent = {}
     for part in range(num_parts):
@@ -442,7 +443,7 @@ def has(server: StandInServer, sent: dict[str, Tensor]) -> bool:
 
 
 def wait_until_waiting(engine: HttpEngine, num_servers: int) -> None:
-    """For the next update, since they were not there, or not to the end, in the last one."""
+    """Waits until so many servers wait for the next update. They missed the last one or part of it."""
     deadline = time.monotonic() + LIMIT_S
     while sum(server.waits for server in engine._fleet._servers.values()) < num_servers:
         assert time.monotonic() < deadline
@@ -473,7 +474,7 @@ def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -
     first.die()
     first.start()
     sent = sync_in_parts(engine, 2, num_parts)
-    assert has(first, sent) and has(late, sent), "started anew in silence, it joins anew"
+    assert has(first, sent) and has(late, sent), "a silently restarted server joins again"
     engine.close()
     assert not first.broadcasts.groups and not late.broadcasts.groups
 
@@ -481,7 +482,7 @@ def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -
 @pytest.mark.slow
 def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
     servers = [rig.server("sglang", pace_s=0.003) for _ in range(3)]
-    engine, num_parts = start(rig, limit_s=LIMIT_S / 3)  # a busy machine may stand still for seconds
+    engine, num_parts = start(rig, limit_s=LIMIT_S / 3)  # a busy machine may pause for seconds
     sync_in_parts(engine, 0, num_parts)
     engine.submit(samples(12), LONG)
     done = finish(engine, lambda: all(len(server.versions_drawn) > 1 for server in servers))

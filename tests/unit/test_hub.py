@@ -1,4 +1,4 @@
-"""Datasets and models by their names on the hub."""
+"""Tests of datasets and models by their names on the hub."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def commit_of(files: Files) -> str:
 
 
 class StandIn:
-    """`repositories` by kind and name, "datasets/owner/name": what is in them may change while it serves."""
+    """A stand-in for the hub. `repositories` by kind and name ("datasets/owner/name") may change while it serves."""
 
     def __init__(self, repositories: dict[str, Files]) -> None:
         self.repositories = repositories
@@ -36,7 +36,7 @@ class StandIn:
         self.url = ""
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers, body) for a path of an URL."""
+        """Returns (status, headers, body) for the path of a URL."""
         self.asked.append(path)
         for name, files in self.repositories.items():
             commit, revisions = commit_of(files), ("main", commit_of(files))
@@ -126,7 +126,7 @@ def config(model: str = "owner/tiny", **data: Any) -> schema.Config:
 
 
 def world(rank: int = 0, *, store: dist.Store | None = None, limit_s: float = 30.0) -> World:
-    """Of two nodes with two ranks each."""
+    """Returns a rank's world of two nodes with two ranks each."""
     timeouts = schema.Timeouts(no_progress_s=limit_s)
     return World(rank, 4, rank % 2, 2, torch.device("cpu"), store or dist.HashStore(), 1.0, timeouts)
 
@@ -139,8 +139,8 @@ def test_names_become_folders_of_one_commit(hub: StandIn, caplog: pytest.LogCapt
     local = with_local_copies(config(), world())
     assert Path(local.model.path).name == commit_of(hub.repositories["owner/tiny"])
     assert sorted(path.name for path in Path(local.model.path).iterdir()) == ["config.json", "model.safetensors"]
-    assert prompts(local.data.train) == ["1+1=", "1+2="], "the split that the README describes"
-    assert not list(Path(str(local.data.train.path)).rglob("*.py")), "nothing that could be run is copied"
+    assert prompts(local.data.train) == ["1+1=", "1+2="], "the split described by the README"
+    assert not list(Path(str(local.data.train.path)).rglob("*.py")), "no code is copied"
     commit = commit_of(hub.repositories["datasets/owner/sums"])
     assert f"data.train.path: dataset owner/sums@main is commit {commit}" in caplog.text
     other = schema.PromptFile(path=("owner/sums@[1:]",), split="train")
@@ -168,17 +168,17 @@ def test_one_rank_of_a_node_copies_and_all_nodes_copy_what_the_first_found(hub: 
     first = with_local_copies(config(), world(0, store=store))
     num_asked = len(hub.asked)
     assert with_local_copies(config(), world(1, store=store)) == first
-    assert len(hub.asked) == num_asked, "its neighbour has copied"
+    assert len(hub.asked) == num_asked, "its neighbour has copied it"
     hub.repositories["owner/tiny"]["config.json"] = b"{}"
     hub.asked.clear()
-    assert with_local_copies(config(), world(2, store=store)) == first, "on another node, of the same commit"
-    assert not any("/main" in path for path in hub.asked), "it looks for none of its own"
+    assert with_local_copies(config(), world(2, store=store)) == first, "another node gets the same commit"
+    assert not any("/main" in path for path in hub.asked), "it looks for no other commit"
 
 
 def test_a_path_that_another_node_lacks_is_no_name(
     hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks wait for no copy, and whoever reads the folder says that it is not there."""
+    """Its ranks wait for no copy. The reader of the folder reports the missing path."""
     of_files = config("runs/model", train=schema.PromptFile(path="rows.jsonl"))
     store = dist.HashStore()
     (tmp_path / "runs/model").mkdir(parents=True)
@@ -217,7 +217,7 @@ def test_a_hub_that_cannot_be_reached(hub: StandIn, monkeypatch: pytest.MonkeyPa
     with_local_copies(config(), world())
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     again = with_local_copies(config(), world())
-    assert Path(again.model.path).is_dir(), "what the cache has is used"
+    assert Path(again.model.path).is_dir(), "the cached copy is used"
     assert with_cached_copies(config()).model.path == again.model.path
     with pytest.raises(CheckpointError, match="expected a path, or a name on the hub that this machine can reach"):
         with_local_copies(config("owner/other"), world())

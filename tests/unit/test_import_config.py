@@ -1,4 +1,4 @@
-"""Configs of other trainers: commands, shell scripts, sizes, the pages about them."""
+"""Tests of configs of other trainers: commands, shell scripts, sizes, and the pages about them."""
 
 import contextlib
 import json
@@ -134,7 +134,7 @@ def test_verl_has_dual_clip_and_counts_prompts_and_training_steps(tmp_path: Path
     assert config.steps == 15 * (7473 // 1024)
     assert config.loss.dual_clip == 3.0 and config.loss.normalization == "token_mean"
     assert config.batch.mini_batches == 4 and config.batch.mini_batches_by == "prompts"
-    assert config.actor.optimizer.warmup_steps == 10 * 4, "its learning rate follows training steps"
+    assert config.actor.optimizer.warmup_steps == 10 * 4, "verl's learning rate follows training steps"
     assert config.placement == {"actor, reference, rollout, reward": "0-7"}
     assert config.loss.kl.coef == 0.001 and config.loss.kl.estimator == "k3" and config.loss.kl.unbiased is False
     assert config.data.train.label_key == "reward_model.ground_truth"
@@ -322,7 +322,7 @@ def test_what_is_said_of_the_trainer_counts(tmp_path: Path, capsys: pytest.Captu
     inferred = capsys.readouterr().out
     assert main([str(script), "--rows", "7473"]) == 0 and capsys.readouterr().out == inferred
     assert main([str(script), "--rows", "7473", "--", "trainer.test_freq=3"]) == 0
-    assert "interval: 3" in capsys.readouterr().out, "what follows is the script's"
+    assert "interval: 3" in capsys.readouterr().out, "later arguments belong to the script"
     assert main(["--from", "verl", "--rows", "7473", str(script)]) == 0
     assert capsys.readouterr().out == inferred
     assert main(["--from", "slime", str(script)]) == 2
@@ -368,7 +368,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.skipif(BASH is None, reason="there is no bash to compare with")
+@pytest.mark.skipif(BASH is None, reason="needs bash for the comparison")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_is_read_is_what_bash_would_start(script: str) -> None:
     printing = "run() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
@@ -466,8 +466,8 @@ def test_an_import_fits_by_settings_of_memory_alone(tmp_path: Path) -> None:
     assert changed and changed <= OF_MEMORY
     assert all("--gpu h100: memory only" in fitted.settings[path].origin for path in changed)
     roomy = found_of(tmp_path, "b200")
-    assert roomy.settings == plain.settings, "what fits stays as it is"
-    assert found_of(tmp_path).settings == fitted.settings, "where no GPU is named, an H100"
+    assert roomy.settings == plain.settings, "settings that fit stay unchanged"
+    assert found_of(tmp_path).settings == fitted.settings, "the default GPU is an H100"
 
 
 def test_without_the_models_shape_nothing_can_be_chosen() -> None:
@@ -500,7 +500,7 @@ def is_key(path: str) -> bool:
 def test_a_page_is_what_the_rules_make(framework: str) -> None:
     found = (FOLDER / f"{framework}.md").read_text()
     assert found == page(framework), "run: python -m rltrain.import_config.pages"
-    assert found.count("\n| `") > 30, "its tables have the rules"
+    assert found.count("\n| `") > 30, "the tables of the page have the rules"
 
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "trl"])

@@ -1,4 +1,4 @@
-"""What other trainers' features become in a config of ours."""
+"""Tests of other trainers' features in translated configs."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def config_of(found: Translation, folder: Path) -> Config:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A folder with a small model's shape."""
+    """Returns a folder with the config.json of a small model."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 4096, "rope_theta": 1e6}
     kind = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 1}
@@ -77,7 +77,7 @@ def test_fsdp_of_skyrl_has_micro_batches_whose_logits_exist_at_once(tmp_path: Pa
     assert config.backend_of("actor") == "fsdp" and config.actor.parallel.cp == 2
     assert config.model.logits_chunk_tokens is None and config.actor.micro_batch_tokens == 16384
     few = config_of(found_of("skyrl", keys.replace("=64", "=2")), tmp_path)
-    assert few.actor.micro_batch_tokens == 2 * (512 + 1024) // 2, "two samples on two ranks that share them out"
+    assert few.actor.micro_batch_tokens == 2 * (512 + 1024) // 2, "two samples, shared by two ranks"
 
 
 def test_megatron_trains_what_fsdp_refuses(experts: Path) -> None:
@@ -98,7 +98,7 @@ def test_megatron_cuts_sequences_of_gated_delta_nets(tmp_path: Path) -> None:
     assert found_of("verl", "", tmp_path).get("actor.backend") == "fsdp"
     keys = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
     wider = found_of("verl", keys, tmp_path)
-    assert (wider.get("actor.parallel.tp"), wider.get("actor.parallel.cp")) == (2, 2), "four share out a sequence"
+    assert (wider.get("actor.parallel.tp"), wider.get("actor.parallel.cp")) == (2, 2), "four ranks share a sequence"
 
 
 def test_fsdp_of_slime_is_fsdp() -> None:
@@ -231,11 +231,13 @@ def test_ids_that_end_a_response_are_the_checkpoint_s_own_or_others_beside(tmp_p
     assert "rollout-stop-token-ids" in [one.key for one in found_of("slime", STOP, tmp_path).leftovers]
     found = config_of(found_of("slime", STOP + " 9", tmp_path), tmp_path)
     assert found.rollout.sampling.stop_token_ids == (9,)
-    assert config_of(found_of("slime", STOP), tmp_path).rollout.sampling.stop_token_ids == (7, 8), "not at hand"
+    assert config_of(found_of("slime", STOP), tmp_path).rollout.sampling.stop_token_ids == (7, 8), (
+        "the checkpoint is not on this machine"
+    )
 
 
 def test_fewer_prompts_than_replicas_or_engines_make_both_wider(tmp_path: Path) -> None:
-    """Of 12 replicas and 12 engines for 3 prompts there are 3 each; a mini-batch of 1 prompt has one replica."""
+    """For 3 prompts, 3 of 12 replicas and 3 of 12 engines remain. A mini-batch of 1 prompt has one replica."""
     more = MEGATRON + "trainer.nnodes=3 data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 "
     more += "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
     found = found_of("verl", more)
@@ -327,7 +329,7 @@ DELTA = "generator.inference_engine.weight_sync_backend=delta generator.inferenc
 
 
 def test_syncs_of_what_changed_are_translated(small: Path) -> None:
-    """SkyRL's external servers are vLLM's, which load whole checkpoints from the same folder."""
+    """SkyRL's external servers are vLLM servers. They load whole checkpoints from the same folder."""
     assert config_of(found_of("slime", "--update-weight-mode delta", small), small).weight_sync.delta is not None
     apart = f"trainer.placement.colocate_all=false {DELTA}gs://bucket/run"
     assert config_of(found_of("skyrl", apart, small), small).weight_sync.delta is not None
@@ -359,7 +361,7 @@ def test_verls_prompts_of_a_fully_asynchronous_run_are_steps() -> None:
 def test_experts_of_slime_are_rounded_as_its_variables_say(
     variables: dict[str, str], group_size: int | None, tmp_path: Path
 ) -> None:
-    """In the environment of a Ray job, on several lines, as its scripts write it."""
+    """The variables are in the environment of a Ray job, on several lines, as in slime's scripts."""
     script = tmp_path / "run.sh"
     command = SLIME.replace("MODEL", "/models/m-INT4").replace("MORE", "").replace("\n", " ")
     environment = json.dumps({"env_vars": variables}, indent=2).replace('"', '\\"')
@@ -395,7 +397,7 @@ TRUNCATE = "tis_level: token\ntis_mode: truncate\ntis_lower_bound: 0.4\ntis_uppe
 
 
 def of_example(options: str, folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Translation:
-    """The file lies above the folder of the command."""
+    """Translates slime's example. Its file is one folder above the command's working directory."""
     (folder / "weights.yaml").write_text(options)
     (folder / "runs").mkdir()
     monkeypatch.chdir(folder / "runs")
@@ -403,7 +405,7 @@ def of_example(options: str, folder: Path, monkeypatch: pytest.MonkeyPatch, more
 
 
 def test_slimes_example_weighs_normalizes_and_rejects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that a rejection lacks are those of the weights; what it finds stays in the divisors."""
+    """A rejection without bounds uses the bounds of the weights. Rejected tokens stay in the divisors."""
     rejects = "use_rs: true\nrs_level: geometric\nrs_upper_bound: 1.1\nrs_veto_threshold: 0.001\n"
     found = of_example(TRUNCATE + rejects + "tis_batch_normalize: true\n", tmp_path, monkeypatch)
     assert not found.differences and any("tis_batch_normalize" in note for note in found.notes)
@@ -470,7 +472,7 @@ def test_slimes_icepop_and_functions_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_verls_normalized_weights(more: str, expected: dict[str, str], tmp_path: Path) -> None:
-    """verl has the mean of the step, or of the present log-probs, which a step's start does not know."""
+    """verl takes the mean over the step or over the present log-probs. The latter are unknown when a step starts."""
     normalized = f"{VERL_CORRECTION}rollout_is=sequence {VERL_CORRECTION}rollout_is_batch_normalize=true"
     loss = config_of(found_of("verl", normalized + more), tmp_path).loss
     found = {"old_logprobs": loss.old_logprobs, "policy": loss.policy, "normalize": loss.correction.normalize}

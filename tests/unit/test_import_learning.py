@@ -1,4 +1,4 @@
-"""What other trainers' settings of learning become in a config of ours."""
+"""Tests of other trainers' learning settings in translated configs."""
 
 import math
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_a_teacher_of_verl_has_ranks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_verls_forward_kl_is_a_term_of_the_loss(tmp_path: Path) -> None:
-    """In the place of the policy loss, with the bounds that verl has by default, and no other term."""
+    """It replaces the policy loss, has verl's default bounds, and is the only term."""
     forward = TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk").replace("gradient=True", "gradient=False")
     penalized = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.entropy_coeff=0.1 "
     config = config_of(found_of("verl", forward + penalized), tmp_path)
@@ -239,7 +239,7 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
     assert (config.algorithm, config.advantages.function) == ("own", "own.main:halves")
     assert (config.advantages.gamma, config.advantages.gae_lambda) == (1.0, 0.9)
     assert (config.loss.policy, config.loss.function) == ("own", "own.losses:steep")
-    assert config.loss.dual_clip == 4, "which such a loss is given"
+    assert config.loss.dual_clip == 4, "such a loss gets a dual clip"
     for more, told in {
         f"{ALG}off_policy_correction.tis_ratio_type=token": "your own loss weights its tokens itself",
         f"{ALG}advantage_batch_normalize=true": "your own advantages are used unchanged",

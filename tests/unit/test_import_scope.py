@@ -1,4 +1,4 @@
-"""Which launch scripts the share of imports is counted over."""
+"""Tests of the set of launch scripts behind the share of imports."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The job's store, who is to blame for a stall, and the watchdog that ends it."""
+"""Tests of the job's store, of finding the cause of a stall, and of the watchdog."""
 
 import queue
 import threading
@@ -92,7 +92,7 @@ def test_a_rank_blocked_in_a_joint_task_is_not_blamed_for_one_that_has_not_come(
     hung = [replace(late[0], beat=replace(late[0].beat, communicates=True)), replace(late[1], still_s=STILL_S)]
     assert culprit_of(*early, *hung) == 3
     busy = [replace(late[0], still_s=STILL_S), replace(late[1], still_s=1.0)]
-    assert culprit_of(*early, *busy) is None, "rank 3 still decodes: all others depend on it"
+    assert culprit_of(*early, *busy) is None, "rank 3 still decodes, and all others depend on it"
 
 
 def test_within_a_task_the_one_outside_the_collective_is_blamed():
@@ -134,11 +134,11 @@ def test_the_host_of_the_rank_is_named_where_there_are_several() -> None:
     waiter = status(0, communicates=True, process="node1 pid:[1] 7", **update)
     assert "rank 1 on node2 is at update" in str(stall_of(waiter, status(1, process="node2 pid:[1] 7", **update)))
     assert "rank 1 is at update" in str(stall_of(waiter, status(1, process="node1 pid:[1] 8", **update)))
-    assert "rank 1 is at update" in str(stall_of(waiter, status(1, **update))), "one that has not told its host"
+    assert "rank 1 is at update" in str(stall_of(waiter, status(1, **update))), "the rank has not reported its host"
 
 
 def test_a_rank_that_has_just_finished_was_at_work_until_then():
-    """The others' beats are up to an interval old: they left the same last task as it did, and have not said so."""
+    """The others' heartbeats are up to one interval old. They left the same last task, but have not reported it yet."""
     left_behind = status(0, task="weight_sync", position=9, communicates=True)
     assert culprit_of(left_behind, status(1, still_s=1.0, finished=True)) is None
     ended_long_ago = status(1, still_s=STILL_S, silent_s=STILL_S, finished=True)
@@ -153,7 +153,7 @@ def test_a_wait_for_nobody_in_particular_is_one_for_everybody():
 
 @dataclass(frozen=True)
 class Step:
-    """One position of a random order: a joint task of `role`, then a transfer to `receiver`, where there is one."""
+    """One position of a random order: a joint task of `role`, and a transfer to `receiver` if there is one."""
 
     role: str
     receiver: str | None
@@ -161,10 +161,10 @@ class Step:
 
 @st.composite
 def hung_worlds(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Step], int, int]:
-    """(ranks by role, order, hung rank, position at which it hangs)."""
+    """Draws (ranks by role, order, hung rank, position of the hang)."""
     num_ranks = draw(st.integers(2, 6))
     roles = {name: tuple(sorted(draw(st.sets(st.integers(0, num_ranks - 1), min_size=1)))) for name in ("a", "b", "c")}
-    roles["rest"] = tuple(range(num_ranks))  # so that every rank has something to do
+    roles["rest"] = tuple(range(num_ranks))  # every rank has something to do
     names = st.sampled_from(sorted(roles))
     order = draw(st.lists(st.builds(Step, names, st.none() | names), min_size=1, max_size=8))
     position = draw(st.integers(0, len(order) - 1))
@@ -174,7 +174,7 @@ def hung_worlds(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Step]
 def run_until_blocked(
     roles: Mapping[str, tuple[int, ...]], order: list[Step], hung: int, hangs_at: int
 ) -> dict[int, Beat]:
-    """Every rank's beat once nobody can go on: rank `hung` never leaves its task at position `hangs_at`."""
+    """Returns the last heartbeat of every rank. Rank `hung` never leaves its task at position `hangs_at`."""
     ranks = roles["rest"]
     cursor = dict.fromkeys(ranks, 0)  # 2 p: the task of order[p], 2 p + 1: waiting for its transfer
     beats: dict[int, Beat] = {}
@@ -224,7 +224,7 @@ def test_whatever_the_order_the_rank_that_hangs_is_blamed(world):
     assert not beats[hung].finished
     stall = find_stall([RankStatus(beat, STILL_S, 1.0) for beat in beats.values()], LIMITS)
     assert stall is not None and stall.rank == hung
-    # While it gets on, however slowly, nobody is blamed: all that are blocked depend on it.
+    # While that rank makes progress, no rank is blamed, because all blocked ranks depend on it.
     at_work = [RankStatus(beat, 1.0 if rank == hung else 1e6, 1.0) for rank, beat in beats.items()]
     assert find_stall(at_work, LIMITS) is None
 
@@ -264,8 +264,8 @@ NO_PROGRESS_S = 16
 
 
 class Node:
-    """The watchdogs of a job's ranks, on a clock of their own; those that are `frozen` say nothing more, and the others
-    get no further without them."""
+    """The watchdogs of a job's ranks, with their own clock. `frozen` ranks are silent, and the others cannot continue
+    without them."""
 
     def __init__(self, store: dist.Store, folder: Path) -> None:
         self.second = self.still_s = 0
@@ -282,7 +282,7 @@ class Node:
             self.watchdogs[rank] = watchdog
 
     def pass_a_second(self, frozen: range) -> dict[int, str | None]:
-        """Rank -> the stall that it sees, of those that judge."""
+        """Returns the stall seen by each judging rank, by rank."""
         self.second += 1
         self.still_s = self.still_s + 1 if frozen else 0
         beat = Beat(0, "update", "actor", 3, position=7, still_s=self.still_s, alive=self.second, process="elsewhere 1")
@@ -354,7 +354,7 @@ Ends = queue.SimpleQueue[tuple[str, BaseException]]
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    """Threads by which the job would have ended, and their errors."""
+    """Returns a queue of (thread, error). Each entry would have ended the job."""
     monkeypatch.setattr(threading, "excepthook", None)
     found: Ends = queue.SimpleQueue()
     end_job_by_threads(lambda name, error: found.put((name, error)))
@@ -388,7 +388,7 @@ def test_a_librarys_thread_ends_nothing(ends: Ends, capfd: pytest.CaptureFixture
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, dist.DistNetworkError])
 def test_a_heartbeat_that_stops_ends_the_job(job_store: JobStore, ends: Ends, error: type[Exception]) -> None:
-    """Else the others would take the rank for one that has stopped, and end the job as stalled."""
+    """Otherwise the other ranks would treat this one as stopped and end the job as stalled."""
     job_store.heartbeat.start()
 
     def fail() -> dict[str, int]:

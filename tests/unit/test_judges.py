@@ -1,4 +1,4 @@
-"""Judges and reward models: what they are asked, and what is made of their answers."""
+"""Tests of judges and reward models: their questions, and the scores from their answers."""
 
 import asyncio
 import json
@@ -38,11 +38,11 @@ from tests.support.one_function import OneFunction
 from tests.support.schedule_configs import NO_EVALUATION, make_config, order_of
 
 Reply = tuple[int, Any]
-"""Status, and what is sent as JSON, or as it is if it is bytes."""
+"""A status and a body. Bytes are sent unchanged, other values as JSON."""
 
 
 class Serving:
-    """An HTTP server, what it was posted, and the headers of that."""
+    """An HTTP server with its posted bodies and their headers."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Reply]) -> None:
         self.answer = answer
@@ -61,7 +61,7 @@ class Serving:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[Serving]:
-    """`answer(what was posted, number of the request from 1)`."""
+    """Serves `answer(posted body, number of the request from 1)`."""
     state = Serving(answer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -82,7 +82,7 @@ def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[Serving]
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *request: Any) -> None:
-            if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that waits no longer
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # the client has stopped waiting
                 super().handle_error(*request)
 
     with Server(("127.0.0.1", 0), Handler) as server:
@@ -194,7 +194,7 @@ def test_a_judge_that_takes_too_long_costs_its_sample() -> None:
 
 
 def test_as_many_requests_are_on_their_way_as_there_are_workers() -> None:
-    """From one process."""
+    """All requests come from one process."""
     meeting = threading.Barrier(3, timeout=60)
 
     def answer(posted: dict[str, Any], number: int) -> Reply:
@@ -229,9 +229,9 @@ def test_the_reward_is_the_weighted_sum_of_functions_and_models() -> None:
         told = [models[0].scores([0.5, math.nan, -1.0]), models[1].scores([0.0, 3.0, math.inf])]
         scores = scorer.score(SAMPLES, told)
     assert scores.rewards == [2.0, -3.0, -1.0]
-    assert list(scores.by_function) == ["exact_match", "model", "judge"], "beside models a function has a name too"
+    assert list(scores.by_function) == ["exact_match", "model", "judge"], "next to models, a function has a name too"
     assert [of.num_errors for of in scores.by_function.values()] == [0, 1, 1]
-    assert scores.by_function["model"].rewards == [0.5, 0.0, -1.0], "what could not be scored is worth nothing"
+    assert scores.by_function["model"].rewards == [0.5, 0.0, -1.0], "unscored samples get 0"
 
 
 def test_a_model_may_be_all_there_is() -> None:
@@ -384,7 +384,7 @@ SHOWS = "{% for m in messages %}{{ m.content }}={% endfor %}{% if add_generation
 
 @pytest.fixture
 def own(tmp_path: Path) -> Any:
-    """Makes one of the template and vocabulary."""
+    """Returns a function that makes the text of a template and vocabulary."""
 
     def make(template: str | None = None, vocab_size: int = 1000, chat_template: str = "auto") -> OwnText:
         from transformers import AutoTokenizer

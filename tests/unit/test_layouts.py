@@ -1,4 +1,4 @@
-"""Layouts say where every element lies, in Megatron, FSDP and engines."""
+"""Tests of the places of all elements in layouts of Megatron, FSDP and engines."""
 
 import time
 from collections import Counter
@@ -40,7 +40,7 @@ from tools.benchmarks.model_shapes import deepseek_v3
 
 
 def filled(layout: Layout, rank: int, full: Tensors) -> Tensors:
-    """The rank's parameters with every piece copied from the whole tensors, each element written at most once."""
+    """Returns the rank's parameters, filled from the whole tensors. Each element is written at most once."""
     on = layout.on(rank)
     flats = [np.full(int(np.prod(shape)), PADDING, dtype=np.float32) for _, shape in on.parameters]
     written = [np.zeros(len(flat), dtype=np.int64) for flat in flats]
@@ -95,7 +95,7 @@ def test_engine_layout(family: str, tied: bool, tp: int, dp: int) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}], ids=str)
 def test_value_models_of_megatron(family: str, tied: bool, sizes: dict[str, int]) -> None:
-    """The score row, whole, is on every rank of the last stage, which holds no copy of the embeddings."""
+    """Every rank of the last stage has the whole score row and no copy of the embeddings."""
     architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=4).value_model()
     assert_megatron(architecture, Grid(tuple(range(2, 6)), **sizes))
 
@@ -107,7 +107,7 @@ def test_kv_heads_that_tensor_parallelism_exceeds() -> None:
 
 
 def assert_megatron(architecture: Architecture, grid: Grid, **settings: Any) -> None:
-    """Every rank holds what the oracle says; ranks have one part exactly where they hold equal parameters."""
+    """Expects the oracle's parameters on every rank. Ranks have the same part exactly if their parameters are equal."""
     full = full_tensors(architecture)
     layout = megatron_layout(architecture, grid, **settings)
     assert set(layout.tensors.names) == set(full)
@@ -187,7 +187,7 @@ def test_experts_of_engines(family: str, tp: int, ep: int, dp: int) -> None:
 
 
 def test_every_element_of_the_checkpoint_lies_somewhere() -> None:
-    """Over all ranks; a part repeated over ranks counts once."""
+    """Counts over all ranks. A part repeated over ranks counts once."""
     for family in (*FAMILIES, *SPARSE_FAMILIES):
         architecture = tiny_architecture(family, num_layers=4)
         grid = Grid(tuple(range(8)), tp=2, pp=2, ep=2)
@@ -263,7 +263,7 @@ def test_what_engines_cannot_share_out_is_refused() -> None:
 
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_deepseek_v3_over_512_ranks_is_laid_out_in_a_moment(transformer_engine: bool) -> None:
-    """61 layers of 256 experts; limits are several times what one free core takes."""
+    """The model has 61 layers of 256 experts. The limits are several times the need of one free core."""
     architecture = deepseek_v3()
     training = Grid(tuple(range(512)), tp=4, pp=8, ep=16, etp=4)
 
@@ -288,7 +288,7 @@ def test_deepseek_v3_over_512_ranks_is_laid_out_in_a_moment(transformer_engine: 
 
 
 def fastest(make: Callable[[], Any]) -> tuple[Any, float]:
-    """What `make` returns, and the fewest seconds of processor time that it took of three times."""
+    """Returns the result of `make`, and the fewest seconds of processor time in three calls."""
     took = []
     for _ in range(3):
         started = time.process_time()
@@ -302,7 +302,7 @@ def elements_of(pieces: np.ndarray) -> int:
 
 
 def transformers_parameters(full: Tensors) -> Tensors:
-    """What transformers' model has: a layer's experts in two parameters, gate above up."""
+    """Returns the parameters of the transformers model. A layer's experts are in two parameters, with gate above up."""
     found: Tensors = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for name, values in full.items():
@@ -311,7 +311,7 @@ def transformers_parameters(full: Tensors) -> Tensors:
         if not experts:
             found[renamed] = values
             continue
-        if "." not in matrix:  # of all experts already
+        if "." not in matrix:  # already a stack of all experts
             found[name] = values
             continue
         kind = matrix.split(".")[1]
@@ -372,7 +372,7 @@ def test_a_family_without_a_table_has_what_transformers_has() -> None:
 
 
 def test_both_backends_have_the_same_tensors() -> None:
-    """So that weights and states go from one to the other."""
+    """This allows weights and states to move between the backends."""
     architecture = tiny_architecture("qwen3_moe")
     grid = Grid((0, 1))
     assert fsdp_layout(architecture, replace(grid, copies=1)).tensors is megatron_layout(architecture, grid).tensors
@@ -382,7 +382,7 @@ GRIDS = (Grid((0,)), Grid((0, 1), tp=2), Grid((0, 1), pp=2), Grid((0, 1, 2, 3), 
 
 
 def pieces_of(layout: Layout, rank: int) -> Counter[tuple[object, ...]]:
-    """Parameter, shape, box and place of each."""
+    """Counts (parameter, shape, box, place) of all pieces."""
     mine = layout.on(rank)
     return Counter(
         (*mine.parameters[piece["parameter"]], *(int(piece[name]) for name in piece.dtype.names if name != "parameter"))
@@ -448,7 +448,7 @@ def test_one_rank_needs_no_group() -> None:
     verify(made, source, destination, held, wanted, group=None)
     held["decoder.final_layernorm.weight"][5] = wanted["model.norm.weight"][5] = torch.nan
     verify(made, source, destination, held, wanted, group=None)
-    wanted["model.norm.weight"].view(torch.int32)[5] += 1  # another NaN, where nothing is converted
+    wanted["model.norm.weight"].view(torch.int32)[5] += 1  # another NaN, if nothing is converted
     with pytest.raises(
         SyncMismatchError, match=r"model\.norm\.weight differs on rank\(s\) 0 from what rank\(s\) 0 sent"
     ):
@@ -496,7 +496,7 @@ def test_bits_of_nan_count_only_where_they_must_be_kept() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_boxes_are_read_in_place_and_converted_in_steps(dtype: str) -> None:
-    """A vector longer than a step, and a matrix of several: checked with a plan that copies them."""
+    """Covers a vector longer than a step and a matrix of several steps, with a plan that copies them."""
     width = MAX_ELEMENTS // 3
     architecture = tiny_architecture("llama", num_layers=1, hidden_size=width, num_heads=1, num_kv_heads=1, head_dim=2,
                                      ffn_hidden_size=5, vocab_size=7)  # fmt: skip
@@ -507,6 +507,6 @@ def test_large_boxes_are_read_in_place_and_converted_in_steps(dtype: str) -> Non
     made = plan(source, destination, 0, 1)
     verify(made, source, destination, held, wanted, group=None)
     rows = wanted["model.layers.0.mlp.gate_up_proj.weight"]
-    rows[[0, 3]] = rows[[3, 0]]  # of different steps, at the same place in each
+    rows[[0, 3]] = rows[[3, 0]]  # at the same place in different steps
     with pytest.raises(SyncMismatchError, match=r"gate_proj\.weight differs"):
         verify(made, source, destination, held, wanted, group=None)

@@ -1,4 +1,4 @@
-"""vocab_parallel_logprobs against torch.log_softmax; shards on real ranks are tested in tests/distributed."""
+"""Tests of vocab_parallel_logprobs against torch.log_softmax. tests/distributed has shards on real ranks."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ ROWS = 7
 
 
 class Group:
-    """Rank and size of a tensor-parallel group, and what its ranks give to the gather."""
+    """A tensor-parallel group with its rank, its size, and the contributions of its ranks to the gather."""
 
     def __init__(self, rank: int, shards: list[Tensor], labels: Tensor, vocab_size: int, scale: float) -> None:
         self._rank, self._size = rank, len(shards)
@@ -101,7 +101,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LargestMatrix(TorchDispatchMode):
-    """Elements of the largest matrix that is made."""
+    """The number of elements of the largest matrix created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class LargestMatrix(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows_at_once", [1, 8, 100])
 def test_logits_that_are_made_by_rows_are_those_that_are_held(rows_at_once: int) -> None:
-    """With columns of padding; no matrix is larger than those rows' logits."""
+    """Some columns are padding. No matrix is larger than the logits of `rows_at_once` rows."""
     torch.manual_seed(0)
     num_rows, hidden, columns, vocab_size = 100, 2, 64, 61
     group: Any = Alone()
@@ -168,7 +168,7 @@ class Alone:
 
 
 class Gathering:
-    """A tensor-parallel group of threads: what each gives to a gather is there once all have come to it."""
+    """A tensor-parallel group of threads. A gather returns once all threads have called it."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.given = Barrier(size), [torch.empty(0)] * size
@@ -190,7 +190,7 @@ class Member:
 
 
 def found_by_ranks(tp: int, found_of: Callable[..., Any], logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `found_of` returns of the vocabulary's shards of `tp` ranks, by rank."""
+    """Returns the results of `found_of` by rank, for shards of the vocabulary on `tp` ranks."""
     monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
     shards = map(Logits, logits.chunk(tp, dim=1))
     with ThreadPoolExecutor(tp) as threads:
@@ -201,7 +201,7 @@ def found_by_ranks(tp: int, found_of: Callable[..., Any], logits: Tensor, monkey
 def test_the_likeliest_tokens_are_found_over_all_shards(
     tp: int, vocab_size: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some shards hold fewer tokens than are wanted, or padding alone."""
+    """Some shards have fewer tokens than requested, or only padding."""
     torch.manual_seed(0)
     logits = 4 * torch.randn(ROWS, 16)
     top = partial(module.vocab_parallel_top, count=count, vocab_size=vocab_size, temperature=0.7)
@@ -213,7 +213,7 @@ def test_the_likeliest_tokens_are_found_over_all_shards(
 
 @pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (2, 15), (4, 6), (8, 3)])
 def test_squared_probabilities_equal_softmax(tp: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a shard has padding alone, and where rows are looked at in chunks."""
+    """Covers shards of only padding, and rows in several chunks."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32)
     logits = 4 * torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0)) + 100
     expected = torch.softmax(logits[:, :vocab_size].double() / 0.7, dim=1).square().sum(1)

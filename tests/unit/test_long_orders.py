@@ -1,4 +1,4 @@
-"""Orders of long runs, evaluation in them, and what tasks declare."""
+"""Tests of the orders of long runs, of evaluation in them, and of the declarations of tasks."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ LONG = 10**6
 
 @st.composite
 def runs(draw: st.DrawFn) -> Config:
-    """Of any mode, with all that comes every so many steps."""
+    """Draws a run of any mode, with all periodic tasks."""
     placement = draw(st.sampled_from([GRPO, PPO, EVALUATED_APART]))
     mode = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"]))
     sync_every = draw(st.integers(1, 2)) if mode == "asynchronous" else 1
@@ -65,7 +65,7 @@ def build(config: Config) -> Order:
 
 
 def kind(order: Order, number: int) -> tuple[int, ...]:
-    """What iterations of a kind have in common."""
+    """Returns the kind of an iteration: the turning points passed, and the intervals due."""
     made = order.iterations
     return (sum(turn <= number for turn in made.turns), *(int(number % every == 0) for every in sorted(made.intervals)))
 
@@ -98,7 +98,7 @@ def test_iterations_of_a_kind_have_the_same_entries(config: Config, data: st.Dat
 
 
 def spoil(order: Order, spoilt: tuple[int, ...], index: int, *, drops: bool) -> Order:
-    """As `order`, with two neighbours swapped, or an entry left out, in every iteration of a kind."""
+    """Returns `order` with two neighbours swapped or an entry dropped in every iteration of one kind."""
 
     def entries(number: int) -> list[Entry]:
         found = [*order.iterations.entries(number)]
@@ -161,8 +161,8 @@ def test_both_ends_of_every_transfer_find_each_other(config: Config) -> None:
 
 
 def entries_made(config: Config) -> int:
-    """Until the order is checked and counted, a rank has begun, gone through its first steps, and gone on from a
-    checkpoint in the middle."""
+    """Returns the number of entries made to check and count the order, to begin a rank, to run its first steps, and to
+    resume from the middle."""
     made, order = 0, build(config)
 
     def entries(number: int) -> list[Entry]:
@@ -274,7 +274,7 @@ def test_beside_training_a_candidate_is_saved_and_judged_when_the_score_is_there
 @pytest.mark.parametrize("placement", [REWARD_APART, REWARD_WITH_ACTOR], ids=["reward apart", "reward with the actor"])
 @pytest.mark.parametrize("judged", [{}, {"stop_at": 0.5, **BEST}], ids=["", "judged"])
 def test_training_on_the_next_step_does_not_wait_for_an_evaluation(placement: dict[str, int], judged: dict[str, Any]):
-    """However long it takes, drawing and scoring the evaluation before step 2 delays no training before step 3's."""
+    """However long it takes, the evaluation before step 2 delays no training before step 3's."""
 
     def start_of_update(evaluation_s: float) -> float:
         def seconds(entry: Entry, rank: int) -> float:
@@ -300,7 +300,8 @@ GOALS = {"stop_at": 0.5, "keep_best": {"metric": "eval/score"}}
 
 @pytest.mark.parametrize("schedule", [{}, {"mode": "pipelined"}, AHEAD, {**AHEAD, "in_flight_sync": False}])
 def test_evaluations_by_engines_of_their_own_delay_nobody_else(schedule: dict[str, Any]):
-    """Not the next one that is due either, whose weights are taken meanwhile: it comes when the one before is over."""
+    """The next due evaluation does not delay others either. It takes its weights early and starts after the current
+    one."""
     placement = {**OWN_ENGINES, "reward": 3, "rollout": 1}
     del placement["rollout,reward"]
 
@@ -420,7 +421,9 @@ def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:
     for role in DECLARED.values():
         for task in role.tasks:
             owners = {owner for owner, _ in needs_of(task.name).parts}
-            assert owners - {"env"} <= ({role.name} if role.model else set()), "that of env is its environments' own"
+            assert owners - {"env"} <= ({role.name} if role.model else set()), (
+                "the memory of env belongs to its environments"
+            )
 
 
 def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +444,7 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
     }
     teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")
     monkeypatch.setitem(DECLARED, "teacher", RoleTasks("teacher", (teaches,), model="evaluated"))
-    assert model_tasks()["teach"] == ("teacher", False), "so what it needs on the device is foretold"
+    assert model_tasks()["teach"] == ("teacher", False), "its device memory is planned"
 
 
 def test_a_metric_is_reported_by_one_task() -> None:

@@ -1,4 +1,4 @@
-"""Adapters before anything runs: their names and shapes, how they begin, what is refused, what they take."""
+"""Tests of adapters without a run: names and shapes, initial values, refusals, memory."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def filled(layout: Layout, rank: int, seed: int, targets: tuple[str, ...] | None
 
 
 def whole(layout: Layout, seed: int, targets: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
-    """The canonical tensors, put together from what all ranks have."""
+    """Returns the canonical tensors, assembled from all ranks."""
     found = {
         name: torch.full(shape, torch.nan)
         for name, shape in zip(layout.tensors.names, layout.tensors.shapes, strict=True)
@@ -82,7 +82,7 @@ def test_those_of_a_critic_have_its_head_with_them() -> None:
     assert heads == [[], ["output_layer.weight"]]
     parameters = {name: torch.full(shape, 3.0) for name, shape in layout.on(1).parameters}
     draw_adapters(layout, 1, parameters, None, 5)
-    assert (parameters["output_layer.weight"] == 3).all(), "it stays as it was loaded"
+    assert (parameters["output_layer.weight"] == 3).all(), "the loaded value stays"
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}])
@@ -104,7 +104,7 @@ def test_a_is_uniform_up_to_the_inverse_root_of_its_inputs_and_b_is_zero() -> No
             assert tensor.std() == pytest.approx((64 * 3) ** -0.5, rel=0.05)
             assert not torch.equal(tensor, other[name])
         else:
-            assert not tensor.any(), f"{name}: B, or beside what is adapted in one parameter"
+            assert not tensor.any(), f"{name}: B, or a neighbour of the adapted matrix in one parameter"
     of_a = [tensor for name, tensor in drawn.items() if ".q_proj.lora_A" in name]
     assert not torch.equal(of_a[0], of_a[1])
 

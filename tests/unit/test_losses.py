@@ -1,4 +1,4 @@
-"""Losses against plain arithmetic: the policy's parts, likelihood, preferences, values."""
+"""Tests of losses against plain arithmetic: the policy's parts, likelihood, preferences, values."""
 
 import math
 import statistics
@@ -76,7 +76,7 @@ def plain_k(kind: str, actor: float, reference: float) -> float:
 def plain_policy_loss(
     experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor, loss: schema.Loss
 ) -> dict[str, float]:
-    """The loss and its metrics by loops over sequences and tokens, on Python floats."""
+    """Computes the loss and its metrics by loops over sequences and tokens, on Python floats."""
     old = experience.rollout_logprobs if loss.old_logprobs == "rollout" else experience.actor_logprobs
     others = (experience.rollout_logprobs, experience.reference_logprobs, experience.advantages)
     rows = list(zip(*(column.tolist() for column in (logprobs, entropy, old, *others)), strict=True))
@@ -145,13 +145,13 @@ WITH_STOPPED_GRADIENTS = [
     schema.Loss(policy="cispo", clip_low=1.0, clip_high=0.5, correction=schema.Correction(opsm_delta=0.1)),
 ]
 OF_MICRO_BATCHES = [schema.Loss(policy="clip_cov"), schema.Loss(policy="kl_cov", normalization="sequence_mean")]
-"""Their covariances are of a micro-batch."""
+"""Losses with covariances over a micro-batch."""
 SPLITTABLE = [*LOSSES, *SMOOTH, *WITH_STOPPED_GRADIENTS]
 ALL = [*SPLITTABLE, *OF_MICRO_BATCHES]
 
 
 def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]:
-    """Loss and metrics of the mini-batch `experience`, of whose micro-batches `outputs` are."""
+    """Returns the loss and metrics of the mini-batch `experience`, from the `outputs` of its micro-batches."""
     divisor, num_tokens = sum(o.divisor.item() for o in outputs) or 1, int(experience.response_mask.sum()) or 1
     result = {"loss": sum(o.loss.item() for o in outputs) / divisor}
     result |= {name: sum(o.sums[name].item() for o in outputs) / divisor for name in outputs[0].sums}
@@ -183,7 +183,8 @@ def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
 def accumulate(
     function: LossFunction, experience: Experience, parts: list[list[int]]
 ) -> tuple[list[LossOutput], torch.Tensor, torch.Tensor]:
-    """Outputs per part and the gradients for logprobs and entropy, each part evaluated on its own as a rank would."""
+    """Returns the outputs per part and the gradients for logprobs and entropy. Each part is evaluated separately, as on
+    a rank."""
     logprobs, entropy = current_values(experience)
     outputs = []
     for part in parts:
@@ -238,7 +239,7 @@ def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
     [("token_mean", (1, 1), 4), ("sequence_mean", (1, 1 / 3), 2), ("dr_grpo", (1, 1), 2 * 10)],
 )
 def test_weights_of_known_lengths(normalization: Any, factors: tuple[float, float], divisor: float) -> None:
-    """The third sample has no response: it is no sequence."""
+    """The third sample has no response and does not count as a sequence."""
     experience = make_experience(0, [1, 1, 2], [1, 3, 0])
     weights = token_weights(experience, normalization, max_response_tokens=10)
     first, second = factors
@@ -316,7 +317,7 @@ def test_maximum_of_nothing_is_zero() -> None:
 
 CPU = torch.device("cpu")
 Pairs = list[tuple[int, int, int]]
-"""Of each pair prompt tokens, and response tokens of the chosen and of the rejected sample."""
+"""Numbers of tokens per pair: prompt, chosen response, rejected response."""
 
 pairs_strategy = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5)
 
@@ -338,14 +339,14 @@ def outputs_of(experience: Experience, seed: int) -> Tensor:
 
 
 def of_pairs(experience: Experience, per_token: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(chosen, rejected) of each pair: its tokens' numbers, of the whole sample."""
+    """Returns (chosen, rejected) values of each pair, over whole samples."""
     parts = per_token.split(experience.lengths.tolist())
     chosen = experience.chosen.tolist()
     return [(parts[i], parts[i + 1]) if chosen[i] else (parts[i + 1], parts[i]) for i in range(0, len(parts), 2)]
 
 
 def naive_dpo(experience: Experience, logprobs: Tensor, preference: Preference) -> Tensor:
-    """Mean over pairs, one after the other, in fp64."""
+    """Returns the mean over pairs by a loop, in fp64."""
     beta, wrong = preference.beta, preference.label_smoothing
     losses = []
     columns = logprobs.double(), experience.reference_logprobs.double(), experience.response_mask
@@ -437,7 +438,7 @@ def test_a_share_without_pairs_has_the_same_metrics_as_others() -> None:
 
 
 def test_long_responses_are_compared_without_rounding() -> None:
-    """Of 40000 tokens each response, whose log-probs differ from the reference's by 1e-4."""
+    """Each response has 40000 tokens. Their log-probs differ from the reference's by 1e-4."""
     experience = pairs_of([(1, 40000, 40000)], 0)
     reference = torch.full((experience.num_tokens,), -1.7)
     logprobs = reference + 1e-4 * experience.chosen.repeat_interleave(experience.lengths)
@@ -501,8 +502,8 @@ def test_loss_and_metrics_over_any_split_equal_plain_python(
     ("value", "old", "target", "loss", "binds", "gradient"),
     [
         (0.5, 0.5, 1.0, 0.125, False, -0.5),  # on the old value
-        (0.9, 0.5, 1.0, 0.045, True, 0.0),  # too fast towards the return: held back
-        (0.1, 0.5, 1.0, 0.405, False, -0.9),  # away from the return: the plain loss pulls it back
+        (0.9, 0.5, 1.0, 0.045, True, 0.0),  # moves too fast towards the return, so it is held back
+        (0.1, 0.5, 1.0, 0.405, False, -0.9),  # moves away from the return, so the plain loss pulls it back
         (0.6, 0.5, 1.0, 0.08, False, -0.4),  # within the clip
     ],
 )
@@ -518,7 +519,7 @@ def test_clip_binds_only_where_a_value_moved_far_towards_its_return(
 
 
 def test_a_value_within_the_clip_is_never_held_back() -> None:
-    """Not by rounding either: the difference of a value and the old one often has no exact float."""
+    """Rounding must not hold it back either. The difference from the old value often has no exact float."""
     generator = torch.Generator().manual_seed(0)
     values, old_values, returns = (torch.randn(10_000, generator=generator) for _ in range(3))
     per_token, clip_binds = clipped_value_loss(values, returns, old_values, 0.5)
