@@ -8,12 +8,11 @@
 #include "reshard_cpu_signals.h"
 #include "reshard_cpu_work.h"
 #if defined(__x86_64__)
-#include "reshard_cpu_avx512.h"
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
 #endif
 #include "reshard_cpu_delta.h"
-#if defined(__x86_64__)
-#define AVX2 __attribute__((target("avx2")))
-#endif
 
 namespace {
 
@@ -40,6 +39,15 @@ AVX2 void stream_avx2(char* d, const char* s, int64_t n) {
   }
   memcpy(d + i, s + i, n - i);
 }
+
+AVX512 void stream_avx512(char* d, const char* s, int64_t n) {
+  const int64_t head = std::min<int64_t>(n, -(uintptr_t)d & 63);
+  memcpy(d, s, head);
+  d += head, s += head, n -= head;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) _mm512_stream_si512((__m512i*)(d + i), _mm512_loadu_si512(s + i));
+  memcpy(d + i, s + i, n - i);
+}
 #endif
 
 DEFINE_ROUTINES(baseline, , nullptr)
@@ -47,14 +55,7 @@ constexpr Routines kBaseline = ROUTINES_OF(baseline);
 #if defined(__x86_64__)
 DEFINE_ROUTINES(avx2, AVX2, stream_avx2)
 constexpr Routines kAvx2 = ROUTINES_OF(avx2);
-template <int type>
-AVX512 uint32_t amax_avx512(const void* source, int64_t n) {
-  return amax_loop<type>(source, n);
-}
-template <int type, bool alike>
-AVX512 uint64_t keyed_sum_avx512(const void* source, int64_t n, const uint32_t* keys) {
-  return keyed_sum_loop<type, alike>(source, n, keys);
-}
+DEFINE_ROUTINES(avx512, AVX512, stream_avx512)
 constexpr Routines kAvx512 = ROUTINES_OF(avx512);
 #endif
 

@@ -1,4 +1,4 @@
-// Copies of parts of slices by loops for the compiler to vectorise, once for any processor and once for AVX2.
+// Copies of parts of slices by loops for the compiler to vectorise: for any processor, for AVX2 and for AVX-512.
 #pragma once
 
 #include "reshard_cpu_elements.h"
