@@ -1,4 +1,4 @@
-"""Fixtures for several files. They import their modules only on use."""
+"""Fixtures of several test files. They import their modules only on use."""
 
 from pathlib import Path
 

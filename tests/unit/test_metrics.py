@@ -274,7 +274,8 @@ class FakeSink:
 
 @pytest.fixture
 def reporters():
-    """Returns the reporters of two ranks and the written records. Rank 0 logs and has two tasks per step, rank 1 one."""
+    """Returns the reporters of two ranks and the written records. Rank 0 logs and adds two tasks per step. Rank 1 adds
+    one."""
     shared: dict[str, str] = {}
     counts = Counter({0: 2, 1: 1})
     written: list[tuple[int, dict]] = []

@@ -39,7 +39,7 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "glm4_moe_lite", "glm4",
     "nemotron", "minimax_m2", "qwen3_next", "gpt_oss",
 )  # fmt: skip
-"""Among these families are latent attention, rotated neighbours, and heads with a partial rotation."""
+"""Some of these families have latent attention, rotated neighbours, or a partial rotation of heads."""
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 WHOLE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}

@@ -153,7 +153,7 @@ def test_a_node_reads_and_keeps_equal_weights_once(reachable: bool, monkeypatch:
 
 
 class Server:
-    """A record of the parts on a server and of its requests."""
+    """A record of the parts on a server and of the requests to it."""
 
     def __init__(self) -> None:
         self.holds = {"weights", "kv_cache"}
@@ -402,8 +402,8 @@ def tell_of_storages(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_turns(names: list[str], stops: int | None, *, saver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executes the named tasks. Each reads and writes its declared parts on the default stream. From position `stops`
-    on, only the final task does."""
+    """Executes the named tasks. Each reads and writes its declared parts on the default stream. After position `stops`,
+    only the final task runs."""
     device = Device()
     device.install(monkeypatch)
     tell_of_storages(device, monkeypatch)

@@ -232,7 +232,7 @@ def test_inference_in_the_place_of_the_actor_is_the_actor():
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
 OF_LATER_RELEASES = re.compile("gtp_remat|dp(_cp)?_ag$")
-"""Groups of Megatron 0.19 for kinds of sharding and overlap without a use in rltrain."""
+"""Groups of Megatron 0.19 for sharding and overlap that rltrain does not use."""
 # rltrain.training.megatron.model sets them from other fields, or to None.
 DERIVED_FIELDS = {"intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "hcp"}
 

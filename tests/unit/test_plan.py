@@ -291,8 +291,8 @@ def test_a_replica_on_the_same_node_is_preferred() -> None:
 
 
 def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> float:
-    """Computes the smallest possible load by Hall's theorem: the maximum over sets of ranks. For each set, it divides
-    the demand without any other carrier by the number of ranks."""
+    """Computes the smallest possible load by Hall's theorem. Each set of ranks gives a bound: the demand that only this
+    set can carry, divided by its size. The result is the largest bound."""
     ranks = sorted({rank for group in candidates for rank in group})
     subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
     return max(

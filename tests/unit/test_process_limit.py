@@ -55,7 +55,7 @@ print(len(started), os.path.exists(limit.folder))
 
 
 def test_linux_starts_no_more(groups: None) -> None:
-    """Four more processes start. Afterwards the program leaves the group, and the folder is
+    """The limit of five allows the program and four more. Afterwards the program leaves the group, and its folder is
     removed."""
     done = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "4 False\n"

@@ -88,7 +88,7 @@ def test_a_mix_has_every_row_once_per_epoch_of_its_source(
 def test_any_position_of_a_mix_can_be_asked_for_alone(
     weights: list[float], positions: list[int], shuffle: bool
 ) -> None:
-    """A resumed run needs this. So does an engine with every other position."""
+    """A resumed run needs this, and an engine that takes every other position."""
     sizes = [5 + source for source in range(len(weights))]
     one = mix_of(weights, sizes, shuffle=shuffle)
     rows = [one.row(position) for position in positions]

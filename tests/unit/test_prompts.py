@@ -463,7 +463,7 @@ def test_what_is_left_out_is_counted_by_source_and_reason(tmp_path: Path, caplog
 
 
 def test_without_weights_all_rows_are_one_set(tmp_path: Path) -> None:
-    """The order is equal for one file with the same rows."""
+    """The order equals that of one file with the same rows."""
     parts = [numbered(tmp_path, "a", 3), numbered(tmp_path, "b", 5)]
     whole = load_sources(schema.PromptSource(path=tuple(map(str, parts))))
     apart = load_sources(*map(source, parts))

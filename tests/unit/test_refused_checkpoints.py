@@ -57,7 +57,7 @@ def cut_short(folder: Path) -> None:
 
 
 def rewriting(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    """Returns a change of the tensors in the file with UP."""
+    """Returns a function that changes the tensors in the file with UP."""
 
     def rewrite(folder: Path) -> None:
         file = folder / json.loads((folder / INDEX).read_text())["weight_map"][UP]
@@ -78,7 +78,7 @@ def reindexing(change: Callable[[dict[str, str]], object]) -> Change:
 
 
 def configured(**values: object) -> Change:
-    """Returns a change of values of config.json."""
+    """Returns a function that changes values of config.json."""
 
     def reconfigure(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
 
 @pytest.fixture
 def assert_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Returns a function for converting the folder `input`. It expects words in the message, and no other folder."""
+    """Returns a function that converts the folder `input`. It expects words in the message, and no new folder."""
 
     def assert_refused(command: str, *words: str) -> None:
         assert main([command, "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2

@@ -212,7 +212,7 @@ class TestOccupation:
         assert found.idle_fraction == pytest.approx((3 + 3) / 16)
 
     def test_seconds_by_task_are_work_wherever_the_task_is_done(self, tmp_path: Path) -> None:
-        """An example is an engine during a sync in the middle of its generate."""
+        """An example is an engine that joins a sync in the middle of its generate."""
         log = RankLog(tmp_path / "trace", 0, ("rollout",))
         log.event("B", "generate", cat="task", args={"role": "rollout"})
         log.now += 5.0

@@ -266,7 +266,7 @@ def test_megatrons_global_parallel_state_is_never_initialised() -> None:
 
 
 READS_PICKLES_AS_DATA = "rltrain/checkpoint/megatron_pickles.py"
-"""Megatron's checkpoints contain pickles. It makes no object named in them (tests/unit/test_megatron_files.py)."""
+"""This file reads Megatron's pickles. It makes no object named in them (tests/unit/test_megatron_files.py)."""
 
 
 def test_nothing_is_unpickled() -> None:

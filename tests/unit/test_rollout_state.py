@@ -491,7 +491,7 @@ def job_plans(draw: st.DrawFn) -> list[JobPlan]:
 
 
 class ScoringByScript(ScriptedFilter):
-    """A script for scoring groups in place of role reward."""
+    """A stand-in for role reward. It scores groups by a script."""
 
     def hand_over(self, step: int, chunk: int, experience: Experience, records: Any) -> Experience:
         assert all(record == f"of {group.position}" for group, record in records)

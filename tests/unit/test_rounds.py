@@ -431,7 +431,7 @@ class HostWork:
 
 
 class Group:
-    """A process group with messages on `device`. They read and write regions, but move nothing."""
+    """A process group with messages that read and write on `device`, but move nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -537,7 +537,7 @@ SENDS = FANS_OUT._replace(rank=0)
 
 
 def without(owner: type, name: str, stream: str | None = None) -> Any:
-    """Returns a patch without a wait, of all streams or of one."""
+    """Returns a patch that leaves out a wait, of all streams or of one."""
     wait = getattr(owner, name)
 
     def left_out(self: Any, *arguments: Any) -> Any:

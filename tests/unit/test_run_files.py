@@ -300,7 +300,7 @@ def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronou
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Returns two events of copies to the disk: a copy has begun, and it may continue."""
+    """Returns two events for a copy to the disk: the copy has begun, and it may continue."""
     begun, let = threading.Event(), threading.Event()
     copy = run_writer.copy_files
 
@@ -377,7 +377,7 @@ def test_writing_threads_leave_the_processors_to_training(tmp_path: Path, monkey
 
 
 def test_a_file_is_written_once_and_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checksum is computed during writing and equals the file's on disk. Little of the file stays in memory."""
+    """Its checksum is computed during writing, and equals that of the file on disk. Little of it stays in memory."""
     flushed: list[int] = []
     monkeypatch.setattr(run_files, "MOST_CACHED_BYTES", 3 * 2**20)
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))

@@ -100,7 +100,7 @@ def test_numbers_of_neighbouring_seeds_positions_and_tokens_are_independent(axis
 
 
 def test_small_exponentials_keep_their_precision() -> None:
-    """The largest of a million logarithms are as far from 0 as with exact numbers."""
+    """The largest of a million logarithms are as far from 0 as those of exact numbers."""
     logs = log_uniforms(*grid_of({"seeds": 10, "counters": 100_000})).flatten()
     least = (-logs).topk(100, largest=False).values.double() * len(logs)  # arrivals of a Poisson process of rate 1
     gaps = torch.diff(least, prepend=torch.zeros(1))
@@ -193,7 +193,7 @@ def test_greedy_rows_among_others_take_the_largest_logit_whatever_is_cut_off() -
 
 
 def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
-    """Returns the kept tokens by the definition, one at a time."""
+    """Computes the kept tokens by the definition, one at a time."""
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     if top_k:
         order = order[:top_k]

@@ -38,7 +38,7 @@ class LetterTokenizer:
 
 
 def engine_on(server: FakeServer, *, slots: int, limit_s: float = 2.0, delivery: Any = None, **options: Any) -> Any:
-    """Returns an engine with the server. `delivery` makes its delivery of weights from its client."""
+    """Returns an engine with the server. `delivery` makes the delivery of weights from the engine's client."""
     client = Client(limit_s=limit_s)
     made = delivery(client) if delivery else FakeDelivery(client)
     defaults = {"max_context_tokens": 500, "settings": SGLang(), "advance": lambda: None}
@@ -113,7 +113,7 @@ def wait_for(condition: Callable[[], object], step: Callable[[], object] = lambd
 
 
 def assert_follows_the_model(request: Sample, done: Sample) -> None:
-    """Asserts that every token and log-prob equal the model's there, with the recorded version."""
+    """Asserts that every token and log-prob are those of the model with the recorded version."""
     assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
     for place, (token, version) in enumerate(zip(done.tokens, done.policy_versions, strict=True)):
         assert token == next_token([*request.prompt, *done.tokens[:place]], version)

@@ -1,4 +1,4 @@
-"""The whole life of an engine with a server under SGLang's rules, and their messages."""
+"""The whole life of an engine with a server that follows SGLang's rules, and the messages between them."""
 
 import base64
 import time
@@ -190,7 +190,7 @@ def test_an_engine_that_takes_weights_in_flight(life: Callable[..., Life]) -> No
 
 
 def test_steps_that_overlap_would_count_tokens_to_weights_that_did_not_draw_them(life: Callable[..., Life]) -> None:
-    """For this reason a server with weights in flight is started without overlap."""
+    """For this reason a server is started without overlap if its weights come in flight."""
     one = life(leaves=False, overlap=True, pace_s=0.002)
     one.sync(0)
     one.engine.submit(samples(), LONG)

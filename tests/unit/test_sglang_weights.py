@@ -443,7 +443,7 @@ def test_changes_are_written_over_what_the_server_has(server: LoadingServer, del
 
 
 def test_the_servers_own_memory_is_what_is_remembered(server: LoadingServer, delivery: Delivery) -> None:
-    """There is no copy of it. So a comparison of both sides would find a change by the server."""
+    """Reads come from the server, not from a copy. So a comparison of both sides would find a change by the server."""
     values = weights(1)
     deliver(delivery, values, 1)
     server.models[0].held["model.norm.weight"][3] = 77.0
@@ -469,7 +469,7 @@ def test_parts_without_changes_need_not_come(server: LoadingServer, delivery: De
 
 @pytest.mark.parametrize("dies_at", [0, 1, 2, 3, 4, 2 * READS, CALLS - 3, CALLS - 1])
 def test_a_server_that_dies_meanwhile_is_replaced_by_one_with_all_changes(dies_at: int) -> None:
-    """The remaining changes are written over the copy of its old weights."""
+    """The remaining changes are written over the copy of the old weights."""
     server = LoadingServer(model_of(LAYOUT, 0))
     delivery = Delivery(
         PARTS, 0, device=torch.device("cpu"), keep=True, group=None, call=lambda p, b: server.call(p, b)

@@ -365,7 +365,7 @@ def test_a_pair_is_a_group_of_the_chosen_sample_and_the_rejected_one(tmp_path: P
 
 @pytest.mark.parametrize(("algorithm", "end"), [("dpo", "<end>"), ("reward_model", "<eos>")])
 def test_a_response_ends_as_the_template_ends_turns_but_for_scores(tmp_path: Path, algorithm: str, end: str) -> None:
-    """Role reward_model looks for the tokenizer's eos_token in texts of other models."""
+    """Role reward_model looks for the tokenizer's eos_token in texts from other sources."""
     tokenizer = byte_tokenizer(TEMPLATE.replace("<eos>", "<end>"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     experience = preferences(tmp_path, PAIR, algorithm=algorithm, tokenizer=tokenizer).for_step(0)

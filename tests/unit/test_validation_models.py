@@ -391,7 +391,7 @@ def test_what_travels_takes_memory() -> None:
 
 
 def test_a_server_keeps_what_it_records_on_the_host() -> None:
-    """The record is int32, and as long as the cache."""
+    """The record has int32 numbers for every token with a place in the cache."""
     server = {"engine": "sglang", "parallel": {"tp": 8}}
     off, rollout = (thirty(model={"path": "m", "router_replay": mode}, rollout=server) for mode in ("off", "rollout"))
     caches = [resident_bytes(job, "rollout", 0)["kv_cache"] for job in (off, rollout)]
@@ -553,7 +553,8 @@ def test_those_that_get_the_actors_weights_have_it_too(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_has_it_as_it_was_trained(tmp_path: Path) -> None:
-    """It replaces the layer of the checkpoint. Tensors of the checkpoint without a counterpart in a model are kept."""
+    """The trained layer replaces the layer of the checkpoint. Checkpoint tensors without a counterpart in the model are
+    kept."""
     folder = write_config(tmp_path)
     model = read_architecture(folder).predicting()
     tensors = dict(zip(canonical_tensors(model).names, map(torch.randn, canonical_tensors(model).shapes), strict=True))

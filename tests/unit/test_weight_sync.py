@@ -279,7 +279,7 @@ def test_no_sync_is_joined_before(may_join, positions, actor, leader):
 
 
 def test_a_sync_not_joined_before_is_joined_at_its_place(leader):
-    """The engine waits there for the actor, whether the sync is announced or not."""
+    """At this place the engine waits for the actor, whether the sync is announced or not."""
     for position in (0, 10, 20):
         leader.sync.position = position
         leader.sync.reach(position)
@@ -350,7 +350,7 @@ class TestEnteringAGenerateTask:
         assert not follower.sync.leader_has_entered(), "the leader has entered only the previous task"
 
     def test_a_follower_elsewhere_joins_what_its_leader_joins_at_the_door(self, actor, leader, follower):
-        """It may wait there for a rank inside this sync, so its leader must not wait for it inside the task."""
+        """The follower may wait elsewhere for a rank in this sync. Its leader must not wait for it inside the task."""
         leader.sync.come()
         actor.announce()
         assert not leader.sync.enter_first()
