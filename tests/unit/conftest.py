@@ -1,4 +1,4 @@
-"""Fixtures of several files, which import what they need when they are asked for."""
+"""Fixtures of several test files. They import their modules only on use."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ SPARSE_FAMILIES = (
     "qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2",
     "qwen3_next", "hy_v3", "gpt_oss",
 )  # fmt: skip
-"""The second does not normalise weights, the fourth has groups of experts and yarn."""
+"""Families with experts. The second does not normalise weights, the fourth has groups of experts and yarn."""
 
 
 class _Checkpoints(dict[str, Path]):
-    """Folders of tiny models by family, each written when a test first asks for it."""
+    """Folders of tiny models by family, each written on the first request of a test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,7 +26,6 @@ class _Checkpoints(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models, by family."""
     return _Checkpoints(tmp_path_factory.mktemp("families"))
 
 
@@ -37,7 +36,7 @@ def qwen3(checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tiny samples have several blocks of keys and values."""
+    """Makes blocks of keys and values so small that tiny samples have several."""
     from rltrain.rollout.embedded.block_cache import GatheredBlocks
 
     monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)

@@ -1,4 +1,4 @@
-// The CUDA kernels' threads, one after the other on the host: the interface of reshard_cuda.cu over host memory.
+// Runs the threads of the CUDA kernels one after another on the host. It has the interface of reshard_cuda.cu.
 #include <stdint.h>
 
 static int64_t num_misaligned = 0;
@@ -53,7 +53,7 @@ int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, i
 
 #include "reshard_cuda_delta_entries.h"
 
-// Float32 bits [count] as those of bfloat16, float16 and e4m3; bits of all float16 [2^16] as those of float32.
+// Narrows the bits of float32 numbers [count] to bfloat16, float16 and e4m3.
 void rs_cuda_narrow(const uint32_t* bits, int64_t count, uint16_t* bfloat16, uint16_t* float16, uint8_t* float8) {
   for (int64_t i = 0; i < count; ++i) {
     rs::Bfloat16 b;

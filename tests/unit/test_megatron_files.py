@@ -96,7 +96,7 @@ def test_an_iterations_folder_is_read_itself(written: Path) -> None:
 
 
 def move_common_state(folder: Path, file: str) -> None:
-    """Stores as Megatron 0.19 does what `common.pt` holds: as an object, in `file` beside the chunks."""
+    """Moves `common.pt` into `file` beside the chunks, stored as an object. Megatron 0.19 does the same."""
     with torch.serialization.safe_globals([Namespace]):
         common = torch.load(folder / "common.pt", weights_only=True)
     (folder / "common.pt").unlink()
@@ -141,7 +141,7 @@ def test_a_box_of_one_chunk_is_not_copied(written: Path) -> None:
     assert inside.data_ptr() == box[:, 3:, 4:].data_ptr(), "both are views of the mapped file"
     assert torch.equal(inside, box[:, 3:5, 4:9])
     parts = reader.read(key, (1, 0, 0), (2, 12, 12))
-    assert parts.untyped_storage().nbytes() == 2 * 12 * 12 * 4, "what spans chunks takes no more than the box"
+    assert parts.untyped_storage().nbytes() == 2 * 12 * 12 * 4, "a read across chunks takes only the memory of its box"
 
 
 def test_states_of_training_are_left_out(written: Path) -> None:
@@ -251,14 +251,14 @@ def test_damage_is_told(kind: str, copy: Path) -> None:
 
 
 def saved(value: Any) -> memoryview:
-    """As it lies in a checkpoint: not aligned, between others."""
+    """Returns the bytes of a saved value as in a checkpoint: not aligned, between other bytes."""
     file = io.BytesIO()
     torch.save(value, file)
     return memoryview(bytearray(b"12345" + file.getvalue() + b"67"))[5:-2]
 
 
 def rezipped(archive: memoryview, records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> memoryview:
-    """Another archive of the same records, or of others in their places."""
+    """Returns another archive of the same records. `records` replaces those of equal name."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", compression) as new:
         for name in old.namelist():
@@ -317,7 +317,7 @@ def test_a_missing_writer_is_told(tmp_path: Path) -> None:
 
 
 class Harm:
-    """Creates a file where it is unpickled as pickle does."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -381,7 +381,8 @@ LAYERS = "decoder.layers."
 
 
 def global_values(architecture: Architecture, tensors: GlobalTensors) -> dict[str, Tensor]:
-    """The global tensors, put together from the locations of canonical ones; NaN where none lies."""
+    """Returns the global tensors, assembled from the locations of the canonical ones. Elements without a location are
+    NaN."""
     whole = {key: torch.full(shape, float("nan")) for key, shape in tensors.shapes.items()}
     for number, value in enumerate(canonical_values(architecture).values()):
         matrix = value.reshape(-1, value.shape[-1])
@@ -389,13 +390,13 @@ def global_values(architecture: Architecture, tensors: GlobalTensors) -> dict[st
             chunk = tensors.chunk_of(box)
             place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.shape, strict=True))
             rows, cols = slice(box["row"], box["row"] + box["rows"]), slice(box["col"], box["col"] + box["cols"])
-            assert whole[chunk.key][place].isnan().all(), "each element is taken once"
+            assert whole[chunk.key][place].isnan().all(), "each element is read once"
             whole[chunk.key][place] = matrix[rows, cols].reshape(chunk.shape)
     return whole
 
 
 def values_of(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The global tensors of a model, and its canonical ones."""
+    """Returns the global tensors of a model, and its canonical ones."""
     return global_values(ARCHITECTURES[name], GlobalTensors(ARCHITECTURES[name])), canonical_values(ARCHITECTURES[name])
 
 

@@ -49,7 +49,7 @@ from rltrain.training.megatron.layers import RMSNorm, RoundedInput, residual_add
 CPU = torch.device("cpu")
 EPS = 1e-5
 GROUPS, PER_GROUP, HEAD_DIM = 2, 4, 6
-"""Of a group's heads two are queries."""
+"""Two heads of a group are queries."""
 LENGTHS = [3, 1, 5, 2]
 
 
@@ -83,7 +83,7 @@ def attention_by_torch(heads: Tensor, lengths: list[int], window: int | None = N
 
 
 def attention_in_window(heads: Tensor, lengths: list[int], window: int) -> Tensor:
-    """Token by token."""
+    """Computes attention in a window token by token."""
     outputs = []
     for sequence in heads.split(lengths):
         for token in range(len(sequence)):
@@ -107,7 +107,7 @@ Case = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 def cases() -> dict[str, Case]:
-    """Function, formula, inputs."""
+    """Returns a function, its formula and its inputs for every case."""
     torch.manual_seed(0)
     tokens, angles = sum(LENGTHS), angles_of(LENGTHS)
     heads = (tokens, GROUPS, PER_GROUP, HEAD_DIM)
@@ -116,7 +116,7 @@ def cases() -> dict[str, Case]:
         return x[..., :4] * x[..., :4].sigmoid() * x[..., 4:]
 
     def with_values(weight: Tensor) -> Tensor:
-        """With a weight of values too, which is not looked at."""
+        """Adds a weight for the values. The function ignores it."""
         return torch.cat([weight, torch.ones_like(weight[:1])])
 
     return {
@@ -262,7 +262,7 @@ packed_of = partial(packed_states, kernel=KERNEL, device=torch.device("cpu"))
 
 
 def drawn(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """Queries, keys, values, weights and decays of tokens."""
+    """Returns random queries, keys, values, weights and decays of tokens."""
     torch.manual_seed(len(lengths))
     count = sum(lengths)
     q, k = torch.randn(2, count, KEY_HEADS, KEY_DIM, dtype=dtype)
@@ -362,7 +362,7 @@ FOUR = FakeQuantization(group_size=4)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 numbers of eight significant bits, of two equally near ones the even one."""
+    """Rounds float32 numbers to eight significant bits, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(x), kept.view(np.float32), x).astype(np.float32)
@@ -376,7 +376,7 @@ def in_type(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def slow(x: np.ndarray, group_size: int, divisor: float, dtype: torch.dtype) -> np.ndarray:
-    """Group by group of each row; of float32 values that are numbers of `dtype`."""
+    """Rounds float32 values group by group of each row. The values are exact in `dtype`."""
     made = np.zeros_like(x)
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], group_size):
@@ -414,7 +414,7 @@ def test_it_is_the_formula(
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 8), st.sampled_from([7.0, 7.5]), st.integers(0, 2**31))
 def test_a_group_is_a_few_multiples_of_one_number(groups: int, group_size: int, divisor: float, seed: int) -> None:
-    """No element moves by more than half a scale, but that which no integer up to 7 is near enough to."""
+    """No element moves by more than half a scale, except elements beyond the largest integer, 7."""
     x = torch.randn(2, groups * group_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     found = int4_rounded(x, group_size, divisor).view(2, groups, group_size)
     scale = x.view(2, groups, group_size).abs().amax(-1, keepdim=True) / divisor
@@ -426,8 +426,8 @@ def test_a_group_is_a_few_multiples_of_one_number(groups: int, group_size: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_by_seven_what_is_rounded_stays_as_it_is(dtype: torch.dtype) -> None:
-    """Whatever a group's largest magnitude is: all significands of half precision, many of float32. By another number
-    it does not."""
+    """This holds for every largest magnitude of a group: all significands of half precision, and many of float32. With
+    another divisor it does not hold."""
     bits = {torch.float32: 4096, torch.bfloat16: 128, torch.float16: 1024}[dtype]
     largest = (1 + torch.arange(bits) / bits).repeat_interleave(4)[:, None].to(dtype)
     groups = torch.cat([largest, largest * (2 * torch.rand(len(largest), 7) - 1).to(dtype)], -1)
@@ -439,7 +439,7 @@ def test_by_seven_what_is_rounded_stays_as_it_is(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("group_size", [4, 5])
 def test_rows_are_rounded_alike_whatever_is_rounded_with_them(group_size: int, monkeypatch: Any) -> None:
-    """Experts one above the other, rows of one rank, and as many at a time as memory has room for."""
+    """The rows of several experts, of one rank, or of one piece that fits into memory give equal results."""
     x = torch.randn(3, 6, 8)
     whole = int4_rounded(x, group_size, 7.0)
     assert torch.equal(int4_rounded(x[1, 2:5], group_size, 7.0), whole[1, 2:5])
@@ -456,7 +456,7 @@ def test_what_is_not_finite_spoils_its_group_alone() -> None:
 
 
 def test_the_gradient_is_that_of_the_rounded_weights() -> None:
-    """As if they were what is trained: of a loss that is no linear one."""
+    """The loss is not linear, so its gradient depends on the values of the weights."""
     weight, inputs = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8)
     made = rounded(weight, FOUR)
     assert not torch.equal(made, weight)
@@ -467,7 +467,7 @@ def test_the_gradient_is_that_of_the_rounded_weights() -> None:
 
 
 class Experts(torch.nn.Module):
-    """As transformers has them."""
+    """Experts with the parameters of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ def test_stacked_experts_compute_with_rounded_weights_and_keep_their_own() -> No
 
 
 def test_engines_get_experts_as_the_model_computes_with_them() -> None:
-    """In the type of their computation, though what is trained is wider."""
+    """Values have the precision of the computation, even if the trained weights are wider."""
     weights = {name: torch.randn(2, 8) for name in ("mlp.experts.gate_up_proj", "mlp.shared_experts.up_proj", "norm")}
     found = rounded_weights(weights, FOUR, torch.bfloat16)
     assert [*found] == [*weights] and len(found) == 3

@@ -1,4 +1,5 @@
-"""Megatron's modules have the shapes of our layouts, also with Transformer Engine's stand-in; its import is quick."""
+"""Megatron's modules have the shapes of our layouts, also with the stand-in for Transformer Engine. Their import is
+quick."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 import importlib
@@ -43,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case and rank."""
+    """Returns the results by case and rank."""
     cases, results = (tmp_path_factory.mktemp("megatron_shapes") / name for name in ("cases.json", "results.json"))
     sizes = [{"num_layers": case["layers"], "tied_embeddings": case.get("tied", False)} for case in CASES.values()]
     cases.write_text(
@@ -88,7 +89,8 @@ SHAPE_CASES: dict[str, dict[str, Any]] = {
 
 
 def run_beside_stand_ins(script: str, *arguments: Path, timeout_s: float) -> None:
-    """In a process of its own: one that has megatron-core already would not look again for Transformer Engine."""
+    """Runs a script in a separate process, because an imported megatron-core does not look for Transformer Engine
+    again."""
     path = os.pathsep.join((str(REPOSITORY / "tests/support/packages"), PYTHON_PATH))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", f"tests/support/{script}", *map(str, arguments)],
@@ -104,7 +106,7 @@ def run_beside_stand_ins(script: str, *arguments: Path, timeout_s: float) -> Non
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case and rank."""
+    """Returns the results by case and rank."""
     folder = tmp_path_factory.mktemp("transformer_engine_shapes")
     cases, results = folder / "cases.json", folder / "results.json"
     cases.write_text(json.dumps([*SHAPE_CASES.values()]))
@@ -119,13 +121,15 @@ def test_layouts_are_those_of_transformer_engines_modules(name: str, built: dict
     layout = megatron_layout(architecture, Grid(tuple(range(case["ranks"])), **case["grid"]), transformer_engine=True)
     for rank, found in enumerate(built[name]):
         assert {key: list(shape) for key, shape in layout.on(rank).parameters} == found["parameters"]
-    assert any("layer_norm_weight" in key for key in found["parameters"]), "of Transformer Engine's modules"
+    assert any("layer_norm_weight" in key for key in found["parameters"]), (
+        "expected parameters of Transformer Engine's modules"
+    )
 
 
 @pytest.mark.parametrize("name", SHAPE_CASES)
 def test_adapters_fit_beside_transformer_engines_modules(name: str, built: dict[str, list[dict[str, Any]]]) -> None:
-    """On one rank what they add is what merged weights would: of normed inputs where a norm is inside, of an expert's
-    tokens with its own."""
+    """On one rank, adapters add the same as merged weights. Their inputs are normed if the module contains a norm.
+    Tokens of an expert go to the adapter of this expert."""
     case = SHAPE_CASES[name]
     architecture = VARIANTS[case["variant"]] if "variant" in case else tiny_architecture(case["family"])
     grid = Grid(tuple(range(case["ranks"])), **case["grid"])
@@ -148,7 +152,7 @@ def test_attention_is_told_of_the_ranks_that_share_its_sequences(
 
 
 def test_norms_of_latents_have_their_own_epsilon(built: dict[str, list[dict[str, Any]]]) -> None:
-    """Whatever the config's is, which here is another one."""
+    """The config has another epsilon here."""
     assert {tuple(rank["latent_norm_eps"]) for name in built for rank in built[name]} == {(), (LATENT_NORM_EPS,)}
 
 
@@ -156,7 +160,7 @@ def test_norms_of_latents_have_their_own_epsilon(built: dict[str, list[dict[str,
 def test_gradient_norms_count_once_what_every_tensor_parallel_rank_has(
     name: str, built: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Transformer Engine marks it as a shard."""
+    """Transformer Engine marks such a parameter as a shard."""
     whole = {"kv_down_proj", "q_down_proj", "router"} if "deepseek" in name else {"kv_down_proj", "router"}
     found = {key.split(".")[-2].removeprefix("linear_") for key in built[name][1]["whole"]}
     assert found == (whole if "qwen3" not in name else {"router"})
@@ -260,7 +264,7 @@ print("torch._inductor.compile_fx" in sys.modules, torch.compile is compiled)
 
 
 def test_a_rank_without_a_gpu_does_not_load_the_compiler(tmp_path: Path) -> None:
-    """Nor does what ranks of tests are forked from."""
+    """The process from which tests fork their ranks does not load it either."""
     script = tmp_path / "rank.py"
     script.write_text(PROGRAM.format(has_gpu=False))
     done = forked.run([sys.executable, str(script)], timeout_s=120)

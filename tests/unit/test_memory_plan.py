@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 TASKS = sorted([*(task.name for role in DECLARED.values() for task in role.tasks), "weight_sync", "checkpoint"])
 ROLES = ("actor", "critic", "reference", "rollout")
 NEEDS = {name: needs for name in TASKS if (needs := needs_of(name).of(ROLES)).parts or needs.keeps}
-"""Of the tasks that need any memory."""
+"""The needs of all tasks with any need of memory."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def order_of(num_steps, names=STEP, final="save_hf"):
 
 
 class RoomyMemory(DeviceMemory):
-    """Says that there is room to fetch ahead, and notes in which order moves are finished."""
+    """A memory with room to fetch ahead. It records the order of finished moves."""
 
     def __init__(self, spare):
         super().__init__(CPU)
@@ -65,20 +65,20 @@ class RoomyMemory(DeviceMemory):
 
 
 def tensors_of(role):
-    """Two storages per part, the second with a view; always the same values."""
+    """Returns two storages per part, the second with a view. The values are always the same."""
     torch.manual_seed(len(role))
     return {part: [torch.randn(7), (matrix := torch.randn(3, 5)), matrix.view(5, 3)[2:]] for part in PARTS[role]}
 
 
 class Tensors(dict):
-    """Printing a tensor whose storage is empty ends the process, which a failing test's report must not."""
+    """Tensors by (role, part) with a safe repr. Printing a tensor with an empty storage ends the process."""
 
     def __repr__(self):
         return f"<tensors of {sorted(self)}>"
 
 
 def make(roles, order, *, offload="auto", spare=0):
-    """(residency, tensors by (role, part), moves that it makes from now on)."""
+    """Returns the offloader, its tensors by (role, part), and a list of its later moves."""
     tensors, moves = Tensors(), []
 
     def span(name, category):
@@ -94,7 +94,7 @@ def make(roles, order, *, offload="auto", spare=0):
 
 
 def on_device(tensors):
-    """The parts whose storages hold something; none is there by half."""
+    """Returns the parts with filled storages. Asserts that no part is only half there."""
     sizes = {key: [tensor.untyped_storage().nbytes() for tensor in kept] for key, kept in tensors.items()}
     assert all(all(size) or not any(size) for size in sizes.values())
     return {key for key, size in sizes.items() if all(size)}
@@ -223,7 +223,7 @@ def test_only_what_changed_is_copied_again(monkeypatch):
         residency.enter(position)
         changes[entry.name].append(saved.count(False))
     assert changes["weight_sync"] == [0, 2, 2], "after an update: master weights and optimizer states"
-    assert changes["generate"] == [0, 1, 1], "and, since the sync needed them, weights"
+    assert changes["generate"] == [0, 1, 1], "weights too, since the sync needed them"
     assert changes["actor_logprobs"] == [0, 0, 0], "the reference never changes"
 
 
@@ -354,10 +354,8 @@ def test_nothing_is_fetched_over_what_is_in_use():
 
 @given(st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 2)), max_size=12), st.data())
 def test_a_part_is_dropped_only_if_whoever_uses_it_next_rewrites_it(tasks, data):
-    """Whether the next user is the next in the order or, after an early end, the next that is executed all the same.
-
-    Users are those too that read a part where it lies.
-    """
+    """The next user is the next in the order or, after an early end, the next to be executed. A task is also a user if
+    it reads a part in place."""
     users_of = {name: needs.parts | needs.keeps for name in TASKS if (needs := needs_of(name).of(ROLES))}
     order = [Entry(name, step, final=data.draw(st.booleans())) for name, step in sorted(tasks, key=lambda t: t[1])]
     plan = MemoryPlan(Order.of(order), PARTS)
@@ -421,7 +419,7 @@ def test_peak_and_residue_per_role_are_reported_once():
 
 
 class FakeSaver:
-    """torch_memory_saver's calls, noted."""
+    """A record of the calls of torch_memory_saver."""
 
     def __init__(self):
         self.calls = []
@@ -439,7 +437,7 @@ class FakeSaver:
 
 
 def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
-    """The first departure frees storages that lie elsewhere; from then on addresses stay."""
+    """The first departure frees storages outside the region. Later ones keep the addresses."""
     saver, order = FakeSaver(), [Entry(name, step) for step in range(4) for name in ("generate", "reference_logprobs")]
     weights = [torch.arange(6.0)]
     residency = Offloader(Order.of(order), {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
@@ -491,11 +489,11 @@ def test_a_gpus_memory_is_not_taken_for_one_whose_copies_need_no_wait():
 
 
 BUFFER = torch.arange(24.0)
-"""What two views of one storage show."""
+"""The values of two views of one storage."""
 
 
 class Held:
-    """Tensors and the part that they make up."""
+    """Tensors, and the part made of them."""
 
     def __init__(self) -> None:
         self.matrix = BUFFER.clone().view(6, 4)
@@ -536,7 +534,7 @@ def test_on_the_device_and_on_the_host(held: Held, away: bool) -> None:
     assert (held.matrix.untyped_storage().nbytes() == 0) == away
     held.check()
     held.part.read(held.matrix).zero_()
-    held.check()  # what was read is a copy
+    held.check()  # the values read are a copy
 
 
 def test_on_the_host_in_several_slabs(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +546,7 @@ def test_on_the_host_in_several_slabs(held: Held, monkeypatch: pytest.MonkeyPatc
 def test_on_its_way_back_from_the_host(held: Held) -> None:
     leave(held.part)
     come_back(held.part)
-    held.matrix.zero_()  # as where the copies have not arrived
+    held.matrix.zero_()  # as if the copies had not arrived
     held.check()
 
 

@@ -1,4 +1,4 @@
-"""Messages between processes, memory that they share, and what the allocator keeps."""
+"""Messages between processes, memory shared by them, and pages kept by the allocator."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ def received(
 
 
 def answer_to(client: Connection) -> Message:
-    """The next message, of which there is one."""
+    """Returns the next message. Fails if there are several."""
     end = time.monotonic() + LIMIT_S
     while not (messages := client.receive()):
         assert time.monotonic() < end
@@ -167,7 +167,7 @@ def test_memory_is_nobody_elses_and_gone_with_what_holds_it() -> None:
     memory.close()
     assert not os.path.exists(path)
     mapped[:] = 1
-    assert int(mapped.sum()) == 10, "what is mapped stays"
+    assert int(mapped.sum()) == 10, "mapped memory stays"
 
 
 def test_what_no_process_has_open_cannot_be_opened() -> None:
@@ -178,7 +178,7 @@ def test_what_no_process_has_open_cannot_be_opened() -> None:
 
 
 def test_what_is_no_such_memory_is_not_opened(tmp_path: Path) -> None:
-    """Where ranks are in containers of their own, another's number may be that of a process with other files."""
+    """In separate containers, another rank's process number can belong to a process with other files."""
     reader, writer = os.pipe()
     with socket.socket() as listener, (tmp_path / "file").open("w+") as file:
         for number in (reader, writer, listener.fileno(), file.fileno()):
@@ -193,7 +193,7 @@ def test_a_word_that_does_not_come_to_a_value_is_waited_for_no_longer_than_said(
     begin = time.monotonic()
     assert not signal.wait(1, timeout_s=0.1)
     assert 0.1 <= time.monotonic() - begin < 5
-    assert signal.wait(0, timeout_s=0), "it has come to this already"
+    assert signal.wait(0, timeout_s=0), "the word already has this value"
 
 
 def test_words_count_around() -> None:
@@ -243,7 +243,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(mode: str, **variables: str) -> tuple[str, int]:
-    """Whether memory is said to be kept; how many pages the kernel gave for 32 MB allocated for the third time."""
+    """Returns whether the process reports memory as kept, and the page faults of its third allocation of 32 MB."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | variables
     command = [sys.executable, "-c", PROGRAM, mode]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Metrics: where they are written, how ranks report them, the progress bar."""
+"""Metrics: their files and services, the reports of ranks, the progress bar."""
 
 import ast
 import io
@@ -97,7 +97,7 @@ def test_metrics_that_cannot_be_written_any_more_name_their_file(tmp_path: Path)
 
 
 class FakeWandb(SimpleNamespace):
-    """Records what wandb would be asked."""
+    """A record of the calls of wandb."""
 
     Error = RuntimeError
 
@@ -138,7 +138,7 @@ def test_wandb_gets_every_step_and_is_offline_without_a_key(
     assert (fake.started["project"], fake.started["name"], fake.started["mode"]) == ("p", "n", mode)
     assert fake.started["config"]["steps"] == 3
     late = (1, {"eval/score": 0.3})
-    assert fake.logged == [(0, {"train/loss": 0.5}), (1, {"train/loss": 0.4}), late], "its steps never go back"
+    assert fake.logged == [(0, {"train/loss": 0.5}), (1, {"train/loss": 0.4}), late], "wandb's steps never decrease"
     assert fake.finished
 
 
@@ -175,7 +175,7 @@ def test_a_folder_that_wandb_cannot_write_is_a_config_error(tmp_path: Path, monk
             Sinks(config(tmp_path, wandb={"project": "p"}), goes_on=goes_on)
 
 
-@pytest.mark.slow  # the tests before it have a stand-in
+@pytest.mark.slow  # earlier tests use a stand-in
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
@@ -187,7 +187,7 @@ def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytes
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows."""
+    """Returns the (step, value) pairs of each scalar in TensorBoard's files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
@@ -229,7 +229,7 @@ def test_every_metric_named_in_the_code_is_documented() -> None:
     named = {
         node.value
         for path in (REPOSITORY / "rltrain").rglob("*.py")
-        if path.name != "names.py"  # which documents them
+        if path.name != "names.py"  # names.py documents the metrics
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
     }
@@ -242,7 +242,7 @@ def test_every_metric_that_other_trainers_name_is_one() -> None:
 
 
 class FakeBulletin:
-    """One process's view of a dictionary that all ranks share."""
+    """One process's view of a dictionary shared by all ranks."""
 
     def __init__(self, shared: dict[str, str], rank: int):
         self.shared, self.world = shared, SimpleNamespace(rank=rank)
@@ -274,7 +274,8 @@ class FakeSink:
 
 @pytest.fixture
 def reporters():
-    """Rank 0 logs and adds two tasks a step, rank 1 one task a step; what was written."""
+    """Returns the reporters of two ranks and the written records. Rank 0 logs and adds two tasks per step. Rank 1 adds
+    one."""
     shared: dict[str, str] = {}
     counts = Counter({0: 2, 1: 1})
     written: list[tuple[int, dict]] = []
@@ -308,7 +309,7 @@ def test_a_slow_rank_delays_the_record_and_not_the_run(reporters):
 
 
 def test_no_step_waits_for_a_late_rank_whose_metrics_come_by_themselves():
-    """With the others' where they are there in time."""
+    """Late metrics join the others' record if they arrive in time."""
     shared: dict[str, str] = {}
     counts = {0: Counter({0: 1, 1: 1}), 1: Counter({0: 1}), 2: Counter({0: 1, 1: 1})}
     written: list[tuple[int, dict]] = []
@@ -328,7 +329,7 @@ def test_no_step_waits_for_a_late_rank_whose_metrics_come_by_themselves():
     ]
     late.close()
     first.close()
-    assert not [key for key in shared if "closed" not in key], "nothing is left behind"
+    assert not [key for key in shared if "closed" not in key], "the store still has keys"
 
 
 def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporters):
@@ -389,7 +390,7 @@ def test_of_a_task_that_several_ranks_time_the_longest_counts(reporters):
 
 
 def test_of_a_step_in_which_no_task_had_anything_to_tell_there_is_no_record():
-    """Such as the boundary after the last step of a run that saves nothing there."""
+    """An example is the last boundary of a run if nothing is saved there."""
     shared: dict[str, str] = {}
     written: list[tuple[int, dict]] = []
     tells, is_empty = [{"loss": 1.0}, {}], Counter({0: 1})
@@ -547,7 +548,7 @@ ALL_VALUES = {
 
 
 def bar_of_width(width: int) -> str:
-    """The last line of a bar, as a terminal of `width` columns shows it."""
+    """Returns the last line of a bar in a terminal of `width` columns."""
     output, clock = io.StringIO(), Clock()
     console = Console(file=output, force_terminal=True, width=width)
     with Progress(progress_config(steps=1600), console=console, clock=clock) as progress:

@@ -1,4 +1,4 @@
-"""Models by their config: rotations, windows, FLOPs, weights as engines load them."""
+"""Models by their config: rotations, windows, FLOPs, weights in the form of engines."""
 
 import json
 import math
@@ -39,7 +39,7 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "glm4_moe_lite", "glm4",
     "nemotron", "minimax_m2", "qwen3_next", "gpt_oss",
 )  # fmt: skip
-"""Among them are some with latent attention, with neighbours that are rotated together, and with heads in part."""
+"""Some of these families have latent attention, rotated neighbours, or a partial rotation of heads."""
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 WHOLE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
@@ -59,7 +59,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def write_config(folder: Path, rope: dict[str, Any], **changes: Any) -> Path:
-    """A config.json as transformers 4 wrote it, of a model with heads of 8 elements."""
+    """Writes a config.json in the form of transformers 4, for a model with heads of 8 elements."""
     sizes = {**SHAPE, "hidden_size": 32, "head_dim": 8, "model_type": "qwen2", "rms_norm_eps": 1e-6}
     values = {**sizes, "rope_theta": 1e4, "rope_scaling": rope, **changes}
     (folder / "config.json").write_text(json.dumps(values))
@@ -67,7 +67,7 @@ def write_config(folder: Path, rope: dict[str, Any], **changes: Any) -> Path:
 
 
 def of_transformers(config: Any) -> tuple[torch.Tensor, float, float]:
-    """Its inverse frequencies, what it multiplies rotated elements by, and scores."""
+    """Returns transformers' inverse frequencies, its factor of rotated elements, and its factor of scores."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     rotary = type(model.model.rotary_emb)(config)
@@ -77,7 +77,7 @@ def of_transformers(config: Any) -> tuple[torch.Tensor, float, float]:
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "deepseek_v3", "nemotron"))
 def test_frequencies_and_magnitudes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    widths = {"head_dim": 24} if family == "mixtral" else {}  # of which transformers scales no other
+    widths = {"head_dim": 24} if family == "mixtral" else {}  # transformers scales only this width of mixtral
     for name, scaling in SCALINGS.items():
         rope = {"rope_theta": 1000.0, **scaling}
         config = tiny_config(family, SHAPE, rope_parameters=rope, num_hidden_layers=4, **widths)
@@ -194,7 +194,7 @@ COUNTED = ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_
 
 
 def counted_flops(model, *, backward):
-    """By torch, which counts all of attention's products, masked or not."""
+    """Counts with torch. It counts all products of attention, masked or not."""
     tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens).logits.sum()
@@ -212,7 +212,7 @@ def test_equal_to_torchs_count(name, tmp_path):
     config.save_pretrained(tmp_path)
     flops = forward_flops(read_architecture(tmp_path))
     expected = LENGTH * flops.of_token(LENGTH)
-    assert counted_flops(model, backward=False) == pytest.approx(expected, rel=0.005), "but for rotary frequencies"
+    assert counted_flops(model, backward=False) == pytest.approx(expected, rel=0.005), "all but rotary frequencies"
     assert counted_flops(model, backward=True) == pytest.approx(3 * expected, rel=0.005)
 
 
@@ -249,7 +249,7 @@ def test_a_value_head_has_one_row():
 
 
 def test_latents_are_attended_to_by_queries_as_wide_as_they_are():
-    """A score of 512 + 64 elements and a weighted latent of 512, of 128 heads."""
+    """Each of 128 heads has a score over 512 + 64 elements and a weighted latent of 512."""
     assert latent_reading_flops(deepseek_v3()) == 2 * 128 * (576 + 512)
     assert latent_reading_flops(qwen3_8b()) == 0
 
@@ -286,7 +286,7 @@ def windows_of(path: Path) -> list[int | None]:
 
 
 UNREAD = [way for way in WAYS if "sliding_window" in way and "layer_types" in way]
-"""Of which transformers reads layer_types in all families but qwen3_moe."""
+"""For these, transformers reads layer_types in all families but qwen3_moe."""
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ GRID = Grid((0,))
 
 
 def config(role: str, **engine: Any) -> Config:
-    """Of the rollout and a judge; the role's model is the checkpoint, the other's is not there."""
+    """Returns a config with a rollout and a judge. Only the model of `role` exists."""
     settings = {**engine, "sglang": {"staging_mb": 0.1}}
     judge = {"path": str(CHECKPOINT)} if role == "judge" else {}
     path = "nowhere" if role == "judge" else str(CHECKPOINT)
@@ -342,7 +342,7 @@ def config(role: str, **engine: Any) -> Config:
 
 
 def served(of: Config, role: str) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """(what an engine was told, the parameters that it was given)."""
+    """Returns the calls to an engine, and the received parameters."""
     architecture = read_architecture(CHECKPOINT)
     parts = engine_parts(of, architecture, GRID, role)
     received = [allocate_parameters(part.layout, 0, device=CPU) for part in parts]
@@ -362,7 +362,7 @@ def served(of: Config, role: str) -> tuple[list[str], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("role", ["rollout", "judge"])
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
 def test_an_engine_gets_its_role_s_checkpoint_part_by_part(engine: str, role: str) -> None:
-    """SGLang's through slots that hold a parameter or two."""
+    """SGLang receives its weights through slots with room for one or two parameters."""
     of = config(role, engine=engine)
     told, found = served(of, role)
     assert len(told) == 3 if engine == "embedded" else len(told) > 5
@@ -383,7 +383,7 @@ def test_in_fp8_the_parts_are_those_of_the_whole(role: str) -> None:
 
 @pytest.mark.parametrize(("role", "rounds"), [("rollout", True), ("judge", False)])
 def test_experts_are_rounded_as_the_trainer_has_them(role: str, rounds: bool, tmp_path: Path) -> None:
-    """Of the policy's engines, whichever rank has which rows. A judge is another model."""
+    """Engines of the policy have rounded experts, for any distribution of rows. A judge is another model."""
     architecture, grid = ARCHITECTURES["experts"], Grid((0, 1), tp=2)
     full = {name: np.nan_to_num(one, posinf=1, neginf=1) for name, one in model(architecture, torch.float32).items()}
     save_file({name: np.ascontiguousarray(one) for name, one in full.items()}, tmp_path / "model.safetensors")

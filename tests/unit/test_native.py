@@ -23,7 +23,7 @@ from rltrain.reshard.native import SLICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Notes its arguments and writes them to the file after -o, so that the "library" holds the digest of its sources.
+# Logs its arguments and writes them to the file after -o, so the "library" contains the digest of its sources.
 COMPILER = """#!/bin/sh
 echo "$0 $@" >> "$FAKE_LOG"
 case "$*" in *--list-gpu-code*) echo sm_80 sm_90; exit 0;; esac
@@ -43,7 +43,7 @@ COPY_FOLDER = functools.partial(shutil.copytree, ignore=shutil.ignore_patterns("
 
 
 class Build:
-    """A copy of what a build reads, with compilers of its own."""
+    """A copy of the inputs of a build, with fake compilers."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.log = folder / "tree", folder / "log"
@@ -57,7 +57,7 @@ class Build:
             program.write_text(COMPILER)
             program.chmod(0o755)
         self.environment = {
-            # Of the system's own programs the compilers find only the shell.
+            # The compilers find only the shell among the system's programs.
             **{name: value for name, value in os.environ.items() if not name.startswith(("RLTRAIN_", "CUDA_", "CXX"))},
             "PATH": str(folder / "bin"),
             "CUDA_HOME": str(folder / "cuda"),
@@ -83,7 +83,7 @@ class Build:
         return sorted(path.name for path in (self.tree / "rltrain/reshard").glob("_reshard_*"))
 
     def compiled(self) -> list[str]:
-        """The commands since the last call that made a library."""
+        """Returns the commands for making a library since the last call."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
         return [line for line in lines if "--list-gpu-code" not in line]
@@ -103,7 +103,7 @@ def test_both_libraries_are_built_once_for_the_same_sources(build: Build) -> Non
     assert build.libraries() == BOTH
     cpu, cuda = build.compiled()
     assert "-ffp-contract=off" in cpu
-    assert "sm_80" in cuda and "sm_90a" in cuda and "sm_100a" not in cuda, "only what this nvcc knows"
+    assert "sm_80" in cuda and "sm_90a" in cuda and "sm_100a" not in cuda, "only targets of this nvcc"
     assert build.build().returncode == 0
     assert build.compiled() == []
     with (build.tree / "csrc/reshard.h").open("a") as header:
@@ -140,7 +140,7 @@ def test_a_compiler_that_fails_is_an_error_only_where_native_code_is_required(bu
     program.write_text(program.read_text().replace('-n "$FAKE_FAILS"', "1"))
     result = build.build()
     assert result.returncode == 0, result.stderr
-    assert build.libraries() == [BOTH[compiler == "cxx"]], "no unfinished file, and the other library"
+    assert build.libraries() == [BOTH[compiler == "cxx"]], "expected the other library, without an unfinished file"
     assert build.build(RLTRAIN_NATIVE="require").returncode != 0
 
 
@@ -169,7 +169,7 @@ def test_wheels_and_source_archives_hold_what_they_need(build: Build) -> None:
             assert sorted(packed) == BOTH and build.libraries() == []
             assert not archive.name.endswith("-any.whl"), "a library is for one platform"
         else:
-            assert packed == [] and build.libraries() == BOTH, "an editable package has them where they are used"
+            assert packed == [] and build.libraries() == BOTH, "an editable package has them in its source folder"
 
 
 def choice(build: Build, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -231,7 +231,7 @@ KERNELS = {"Copy", "Amax", "Checksum", "DeltaMark", "DeltaWrite", "DeltaApply"}
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes on one target."""
+    """The resources of one kernel on one target."""
 
     kernel: str
     target: str
@@ -242,7 +242,7 @@ class Usage:
 
 @pytest.fixture(scope="module")
 def setup_commands() -> ModuleType:
-    """setup.py, for the commands it would run."""
+    """Returns setup.py as a module, without running a build."""
     spec = importlib.util.spec_from_file_location("build_of_rltrain", REPOSITORY / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -257,7 +257,7 @@ def setup_commands() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def compiled(setup_commands: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library, compiled as setup.py does, and the report of the assembler."""
+    """Compiles the library as setup.py does. Returns its path and the assembler's report."""
     library = tmp_path_factory.mktemp("cuda") / "_reshard_cuda.so"
     flags = [*setup_commands.CUDA_FLAGS, *setup_commands.architecture_flags(), "-Xptxas", "-v"]
     source = REPOSITORY / "csrc/reshard_cuda.cu"
@@ -291,7 +291,7 @@ def test_every_kernel_fits_in_registers_on_every_target(compiled: tuple[Path, st
     for usage in found:
         print(usage)
         assert usage.stack_bytes == usage.spilled_bytes == 0, usage
-        assert usage.registers <= 104, f"{usage}: too near to the 128 at which two blocks still fit a multiprocessor"
+        assert usage.registers <= 104, f"{usage}: too close to 128, the limit for two blocks on a multiprocessor"
 
 
 @pytest.mark.slow  # nvcc compiles for three kinds of GPUs
@@ -306,4 +306,4 @@ def test_the_library_loads_without_a_gpu_and_counts_devices(compiled: tuple[Path
     if library.rs_cuda_device_count() == 0:
         assert library.rs_cuda_num_blocks(0) < 0
     needed = subprocess.run(["ldd", compiled[0]], capture_output=True, text=True, check=True).stdout
-    assert "libcuda" not in needed, "it must load where there is neither a driver nor a CUDA toolkit"
+    assert "libcuda" not in needed, "it must load without a driver and a CUDA toolkit"

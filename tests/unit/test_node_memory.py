@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of nodes: how they are saved, copied and resumed from."""
+"""Checkpoints in the memory of nodes: saving, copying, resuming."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 class Node:
-    """A node of one rank, of which rank 0 is the job's leader."""
+    """A node with one rank. Rank 0 is the leader of the job."""
 
     def __init__(self, rank: int, store: dist.Store, folder: Path, addresses: list[Address]) -> None:
         self.folder = NodeFolder(str(folder), "0123")
@@ -137,7 +137,7 @@ def test_who_will_find_no_room_says_so_once(nodes: list[Node], caplog, monkeypat
 
 
 def test_what_cannot_be_written_is_given_up_on_all_nodes_and_the_next_one_counts(nodes: list[Node], caplog) -> None:
-    """A file is where one of them would make its folder."""
+    """A file blocks the folder of one node."""
     partial = nodes[1].folder.checkpoints.partial(1)
     partial.touch()
     for node in nodes:
@@ -216,12 +216,12 @@ def test_every_rank_has_one_copy_on_the_next_node(hosting: set[int], per_node: i
     after = dict(pairwise([*nodes, nodes[0]]))
     assert all(after[rank // per_node] == keeper // per_node for keeper in found for rank in found[keeper])
     counts = {node: [len(found[rank]) for rank in hosting if rank // per_node == node] for node in nodes}
-    assert all(max(of_node) - min(of_node) <= 1 for of_node in counts.values()), "they are shared out"
+    assert all(max(of_node) - min(of_node) <= 1 for of_node in counts.values()), "copies are not balanced between ranks"
 
 
 @given(st.integers(2, 6), st.data())
 def test_nodes_are_whole_unless_two_that_follow_each_other_are_lost(num_nodes: int, data: st.DataObject) -> None:
-    """A file per node; each node has its own and that of the one before."""
+    """Each node holds its own file and the file of the previous node."""
     lost = data.draw(st.sets(st.integers(0, num_nodes - 1)))
     held = [set() if node in lost else {f"{node}", f"{(node - 1) % num_nodes}"} for node in range(num_nodes)]
     found, missing = sources(map(str, range(num_nodes)), held)
@@ -259,7 +259,7 @@ def contents(node: int, value: float) -> Contents:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., None]:
-    """In the memory of all nodes, each with its own file and that of the node before."""
+    """Returns a function for saving in the memory of all nodes. Each node gets its own file and the previous node's."""
 
     def in_memory(step: int, run_id: str = RUN_ID, value: float = 0.0) -> None:
         folders = [NodeFolder(str(tmp_path / f"node{node}"), run_id) for node in range(NUM_NODES)]
@@ -279,7 +279,7 @@ def save(tmp_path: Path) -> Callable[..., None]:
 @pytest.fixture
 def find(node_jobs: Jobs, config: Config, tmp_path: Path) -> Callable[..., list[Resumed | None]]:
     def on_all(nodes: Sequence[int] = range(NUM_NODES)) -> list[Resumed | None]:
-        """By those of the nodes that are there, in the order of the new job's ranks."""
+        """Resumes on the present nodes, in the order of the new job's ranks."""
 
         def body(rank: int, store: dist.Store) -> Resumed | None:
             world = World(rank, len(nodes), 0, 1, torch.device("cpu"), store, 10, Timeouts(no_progress_s=5))
@@ -311,7 +311,7 @@ def on_disk(config: Config, step: int) -> Path:
 
 
 def reads(found: Sequence[Resumed | None], value: float = 0.0) -> bool:
-    """Whether every node reads what was written, with what it fetches for that."""
+    """Returns whether every node reads the saved values. A node fetches the files it lacks."""
     for resumed in found:
         assert resumed is not None
         files = resumed.files("ranks")
@@ -327,7 +327,7 @@ def reads(found: Sequence[Resumed | None], value: float = 0.0) -> bool:
 
 
 def fetched(tmp_path: Path, node: int) -> dict[str, int]:
-    """Bytes that a node has from others, by file."""
+    """Returns the bytes fetched from other nodes, by file."""
     lists = (tmp_path / f"node{node}").rglob(f"*{SPANS_SUFFIX}")
     return {path.name.partition(".")[0]: sum(span.end - span.begin for span in spans_there(path)) for path in lists}
 
@@ -407,7 +407,7 @@ def test_what_another_run_left_is_not_taken(find, save, config, caplog) -> None:
 
 @pytest.mark.parametrize("wanted, other", [(0.0, 1.0), (1.0, 0.0)])
 def test_nodes_with_different_checkpoints_of_one_step_are_not_mixed(find, save, tmp_path, wanted, other) -> None:
-    """One comes back that was away while the others went on from an older step."""
+    """A node returns after an absence during which the others continued from an older step."""
     save(6, value=other)
     shutil.move(tmp_path / "node2", tmp_path / "away")
     for node in (0, 1):
@@ -420,7 +420,7 @@ def test_nodes_with_different_checkpoints_of_one_step_are_not_mixed(find, save, 
 
 
 def test_what_jobs_that_have_ended_left_is_removed(find, save, tmp_path, caplog) -> None:
-    """And nothing of one that runs, or may run: on another machine, or in a container whose processes are not seen."""
+    """Checkpoints of a job stay if it may still run: on another machine, or in a container with hidden processes."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     owners = {
@@ -438,7 +438,7 @@ def test_what_jobs_that_have_ended_left_is_removed(find, save, tmp_path, caplog)
         (folders[run_id] / OWNER_FILE).write_text(owner)
     with caplog.at_level(logging.WARNING):
         found = find()
-    assert {resumed.step for resumed in found} == {6} and reads(found), "a job that is started again needs its own"
+    assert {resumed.step for resumed in found} == {6} and reads(found), "a restarted job needs its own checkpoints"
     assert [run_id for run_id, folder in folders.items() if not folder.exists()] == ["ended"]
     assert f"removed {folders['ended']}, checkpoints in memory of a job that has ended" in caplog.text
     assert (folders[RUN_ID] / OWNER_FILE).read_text() == process_here(launcher())
@@ -448,7 +448,7 @@ def test_what_jobs_that_have_ended_left_is_removed(find, save, tmp_path, caplog)
 def test_a_folder_without_room_for_three_checkpoints_is_refused(
     tmp_path, monkeypatch, caplog, held: int, free: int, fits: bool
 ) -> None:
-    """What the run has there makes room for what it saves anew."""
+    """Existing checkpoints of the run count as free space, since new ones replace them."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     folder = NodeFolder(str(tmp_path), RUN_ID)
     folder.at(1).mkdir(parents=True)
@@ -461,7 +461,7 @@ def test_a_folder_without_room_for_three_checkpoints_is_refused(
         folder.refuse_without_room(1_000, restarted=False)
     with caplog.at_level(logging.WARNING):
         folder.refuse_without_room(1_000, restarted=True)
-    assert re.search(expected, caplog.text), "a job that runs goes on"
+    assert re.search(expected, caplog.text), "a running job continues"
 
 
 def test_a_job_asks_for_room_before_it_does_anything(node_jobs: Jobs, config: Config, tmp_path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Before ranks meet: nodes, interfaces, attempts, the doctor."""
+"""Nodes, interfaces, attempts to start, and the doctor."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ from tests.support.shared_store import Jobs, at_the_same_time, on_ranks, open_st
 
 
 def world_of(node: int, store: dist.Store, num_nodes: int = 2) -> World:
-    """Of a node of one rank."""
+    """Returns the world of a node with one rank."""
     return World(node, num_nodes, 0, 1, torch.device("cpu"), store, 10, node=node, num_nodes=num_nodes)
 
 
@@ -52,7 +52,7 @@ def test_a_folder_that_another_node_has_by_the_same_name_is_refused(
     (tmp_path / "lock").write_text("held by the leader")
 
     def refusal(node: int, store: dist.Store, theirs: str) -> str:
-        """`theirs`: what node 1 expects to find."""
+        """Returns the refusal of a node. Node 1 expects to find the text `theirs`."""
         text = "held by the leader" if node == 0 else theirs
         try:
             refuse_folders_apart(world_of(node, store), {"checkpoint.dir": (str(tmp_path / "lock"), text)})
@@ -105,17 +105,17 @@ def test_code_and_config_are_compared_key_by_key(tmp_path: Path) -> None:
 
 
 ROUTES = {
-    "first": {"master": "127.0.1.1", "10.0.0.2": "10.0.0.1"},  # as Debian has the host's name in /etc/hosts
+    "first": {"master": "127.0.1.1", "10.0.0.2": "10.0.0.1"},  # Debian's entry of the host name in /etc/hosts
     "second": {"master": "10.0.0.2"},
     "third": {"master": "10.0.0.3"},
 }
-"""By node and peer: where packets come from."""
+"""The source address of packets, by node and peer."""
 
 
 def test_this_machine_reaches_itself_over_loopback() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert interface_with("127.0.0.1") == "lo"
-    assert interface_with("203.0.113.7") is None, "an address that is nobody's"
+    assert interface_with("203.0.113.7") is None, "an address of no machine"
     assert [address_of(names) for names in ("lo", "lo,eth0", "none", "")] == ["127.0.0.1", "127.0.0.1", None, None]
 
 
@@ -165,9 +165,9 @@ def test_ranks_of_several_nodes_know_the_address_of_their_own(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """What gloo finds in its variable, every time that it is started."""
+    """Returns a list of gloo's interface variable at each start of gloo."""
     seen: list[str | None] = []
-    monkeypatch.setenv(world.GLOO_INTERFACE, "")  # so that it is as before when the test is over
+    monkeypatch.setenv(world.GLOO_INTERFACE, "")  # so the test restores it
     monkeypatch.delenv(world.GLOO_INTERFACE)
     monkeypatch.setattr(world, "interface_with", {"10.0.0.1": "ib0", "127.0.0.1": "lo"}.get)
     monkeypatch.setattr(
@@ -225,14 +225,14 @@ def test_the_store_keeps_the_last_two_attempts(stores: list[dist.Store]) -> None
     for attempt in range(6):
         join_all(stores)
         stores[1].set(f"attempt{attempt}/a/key", "of a rank")
-        numbers.append(stores[1].num_keys())  # after what it has set: another connection may be served before
+        numbers.append(stores[1].num_keys())  # counted after this rank's writes
     assert stores[2].check(["attempt4/a/key", "attempt5/a/key"]) and not stores[2].check(["attempt3/a/key"])
     assert numbers[2:] == numbers[2:3] * 4
 
 
 @pytest.mark.parametrize("came", [[0], [1], [2, 0], [1, 2]])
 def test_ranks_that_came_in_vain_do_not_count(stores: list[dist.Store], came: list[int]) -> None:
-    """An attempt in which a rank dies before it joins."""
+    """In the first attempt a rank died before it joined."""
     for rank in came:
         with pytest.raises(StallError, match="have not started within|for rank 0 to start"):
             join_attempt(stores[rank], rank, NUM_RANKS, timeout_s=0.1)
@@ -379,7 +379,8 @@ def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path, monkeypatch: 
 
 
 def _of_one_topic(board: NodeBoard, world: World, topic: str) -> None:
-    """Nodes of this test call their folders differently, as a link to another disk would be called the same."""
+    """Puts a board on the topic "storage". The nodes of this test have different folders, as if links led to other
+    disks."""
     board.world, board.topic = world, "storage"
     board._store = dist.PrefixStore("nodes/storage", world.store)
 

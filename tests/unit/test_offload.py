@@ -1,4 +1,4 @@
-"""Copies between device and host: pinned memory, activations, copies that wait, and the streams that order them."""
+"""Copies between device and host: pinned memory, activations, waiting copies, and the order of their streams."""
 
 import gc
 import threading
@@ -52,7 +52,7 @@ BYTES = sum(tensor.nbytes for tensor in LIKE.values())
 
 
 class Cudart:
-    """What the runtime is asked to pin; as it does, it refuses memory that is pinned already."""
+    """A record of the memory pinned by the CUDA runtime. Like the runtime, it refuses already pinned memory."""
 
     def __init__(self, status: int = 0) -> None:
         self.pinned: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_process_has_the_same_memory() -> None:
-    """Here it is this process once more; tests/unit/test_messages.py has real ones."""
+    """The other process is this one here. tests/unit/test_messages.py has real ones."""
     own = HostTensors(LIKE, CPU)
     fill(own.tensors, 1)
     other = HostTensors.of_another(own.place, LIKE, CPU)
@@ -119,7 +119,7 @@ def test_ranks_with_an_equal_share_on_the_node() -> None:
 
 
 def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]:
-    """What a rank of four, two to a node and all with equal weights, comes to have."""
+    """Returns host bytes and sums of the weights of a rank. Two nodes have two ranks each, all with equal weights."""
     world = World(rank, 4, rank % 2, 2, CPU, store, timeout_s=10)
 
     def load(layout: Any, tensors: dict[str, Tensor]) -> None:
@@ -153,7 +153,7 @@ def test_a_node_reads_and_keeps_equal_weights_once(reachable: bool, monkeypatch:
 
 
 class Server:
-    """What a server holds, and what was asked of it."""
+    """A record of the parts on a server and of the requests to it."""
 
     def __init__(self) -> None:
         self.holds = {"weights", "kv_cache"}
@@ -253,7 +253,7 @@ def block(num_layers: int, *, recompute: bool = False, offload: bool = False) ->
 
 
 def gradients(model: Block, num_batches: int) -> list[Tensor]:
-    """All forwards before all backwards, as in a pipeline's first stage."""
+    """Computes all forwards before all backwards, like the first stage of a pipeline."""
     torch.manual_seed(1)
     batches = [torch.randn(3, SIZE, requires_grad=True) for _ in range(num_batches)]
     losses = [model(batch).square().sum() for batch in batches]
@@ -302,8 +302,8 @@ def test_a_second_backward_is_given_the_tensors_again() -> None:
 
 
 class Pass:
-    """Forward and backward of layers that keep tensors, on a device that notes what is ordered; memory that they no
-    longer need is written over by whatever comes next."""
+    """Forward and backward of layers with kept tensors. The device records the order of operations. Freed memory is
+    overwritten at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = Device()
@@ -342,7 +342,7 @@ class Pass:
                     given = _unpack(kept)
                     assert torch.equal(given.mul(1), torch.full((8,), float(value)))
                     if value < len(counts) - 1:
-                        given.zero_()  # its memory is another's
+                        given.zero_()  # its memory is reused
 
 
 @settings(max_examples=30, deadline=None)
@@ -365,7 +365,7 @@ TASKS = sorted(NEEDS)
 
 
 class Saver:
-    """In the place of torch_memory_saver: pages go at once."""
+    """A stand-in for torch_memory_saver that releases its pages at once."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -385,7 +385,7 @@ class Saver:
 
 
 def tell_of_storages(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device hears of storages that are made empty and large again."""
+    """Reports every emptied or refilled storage to the device."""
 
     def free(self: ResizedStorages, storages: SizedStorages) -> None:
         for storage, size in storages:
@@ -402,8 +402,8 @@ def tell_of_storages(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_turns(names: list[str], stops: int | None, *, saver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks by these names, each of which reads and writes on the default stream what is declared of it; from position
-    `stops` on none but the final one."""
+    """Executes the named tasks. Each reads and writes its declared parts on the default stream. After position `stops`,
+    only the final task runs."""
     device = Device()
     device.install(monkeypatch)
     tell_of_storages(device, monkeypatch)
@@ -474,7 +474,7 @@ def test_a_wait_that_is_left_out_is_found(fault: str, saver: bool, monkeypatch: 
 
 
 class SlowPart(MemoryPart):
-    """Reading it begins when it is let."""
+    """A part that is read only after a signal."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__(lambda: tensors)
@@ -514,7 +514,7 @@ def test_who_would_change_the_state_waits_for_the_writer(late: LateCopies, tmp_p
     timer = threading.Timer(0.05, part.let.set)
     timer.start()
     late.settle()
-    assert part.let.is_set(), "settle came back before what is under way was copied"
+    assert part.let.is_set(), "settle returned before the current copy was done"
     for one in values:
         one.zero_()
     writer.join()

@@ -1,4 +1,4 @@
-"""Steps of optimizers, when their communication overlaps, and the learning rate."""
+"""Optimizer steps, their overlap with communication, and the learning rate."""
 
 import math
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_the_mean_error_is_zero() -> None:
 
 
 def test_a_moment_that_hardly_decays_is_not_stuck() -> None:
-    """To the nearest it would never change: 0.999 of a bf16 value is nearest to that value."""
+    """With rounding to nearest it would never change: 0.999 times a bf16 value rounds to the same value."""
     kept, weights = torch.ones(5000, dtype=torch.bfloat16), torch.zeros(5000)
     for step in range(500):
         keep_rounded(kept, kept.float() * 0.999, weights + torch.arange(5000), step, salt=2)
@@ -105,7 +105,7 @@ def test_moments_in_bf16_lead_nearly_where_moments_in_fp32_do(monkeypatch: pytes
 
 
 class Hosted:
-    """Parameters of several sizes whose steps are made on the host of a device that notes what is ordered."""
+    """Parameters of several sizes with optimizer steps on the host. The device records the order of operations."""
 
     def __init__(self, sizes: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = Device()
@@ -127,10 +127,10 @@ class Hosted:
         with Operators(self.device) as operators:
             operators.holds([*self.weights, *self.gradients])
             for weights, gradient in zip(self.weights, self.gradients, strict=True):
-                gradient.mul_(weights.sum() * 0 + 1)  # as clipping, on the default stream
+                gradient.mul_(weights.sum() * 0 + 1)  # like clipping, on the default stream
             self.steps.run(self.parameters)
             for weights, gradient in zip(self.weights, self.gradients, strict=True):
-                weights.mul(2)  # as the next forward
+                weights.mul(2)  # like the next forward
                 gradient.zero_()
 
 
@@ -205,7 +205,7 @@ CPU, CUDA_DEVICE = torch.device("cpu"), torch.device("cuda")
 
 
 class Group:
-    """A bucket of Megatron's; says when it begins."""
+    """A bucket of Megatron that records its start."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], log: list["Group"]) -> None:
         self.params, self.log, self.grad_reduce_handle = set(parameters), log, None
@@ -215,7 +215,8 @@ class Group:
 
 
 def made(sizes: list[int]) -> tuple[GradientReduction, list[Group], list[tuple[Group, Any]], list[Group]]:
-    """(reduction, groups from the last layers to the first, (group, parameter) in the model's order, what began)."""
+    """Returns the reduction, the groups from last to first layer, the (group, parameter) pairs in the model's order,
+    and the started groups."""
     log: list[Group] = []
     groups = [Group([torch.nn.Parameter(torch.zeros(1)) for _ in range(size)], log) for size in sizes]
     in_order = [(group, parameter) for group in reversed(groups) for parameter in group.params]
@@ -243,7 +244,9 @@ def test_buckets_begin_in_one_order_and_never_before_their_gradients_are_whole(
         group.register_grad_ready(parameter, False)
         assert log == groups[: len(log)]
         assert not any(left[id(p)] for group in log for p in group.params)
-        assert len(log) == len(groups) or any(left[id(p)] for p in groups[len(log)].params), "it could begin"
+        assert len(log) == len(groups) or any(left[id(p)] for p in groups[len(log)].params), (
+            "the next group is ready but has not started"
+        )
     assert log == groups
 
 

@@ -1,5 +1,5 @@
-"""How much faster conversations are when environments step while the engine decodes: the real schedule on a clock that
-only what is scheduled moves, so that no machine's load has a part in it."""
+"""Conversations are faster if environments step while the engine decodes. The real schedule runs on a simulated clock,
+so the load of the machine does not matter."""
 
 import heapq
 import random
@@ -24,26 +24,26 @@ PER_GROUP = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Seconds are those of a decode step: every one takes as long, and so does every admission of new samples."""
+    """The sizes of a run. Its unit of time is a decode step. Every decode step and every admission takes one."""
 
     num_groups: int = 64
     num_slots: int = 32
     num_turns: int = 8
     turn_tokens: int = 8
-    """A turn's longest."""
+    """Largest number of tokens of a turn."""
     env_s: float = 80.0
-    """Of an environment's step, at most; half of it on average."""
+    """Longest time of an environment's step. The mean is half of it."""
 
 
 @dataclass
 class SteppingEngine:
-    """Implements what PromptGroups need of `Engine`: first in, first out, slots admitted several at a time."""
+    """The part of `Engine` needed by PromptGroups: first in, first out, with several slots admitted together."""
 
     shape: Shape
     now: float = 0.0
     waiting: deque[Sample] = field(default_factory=deque)
     running: dict[int, tuple[Sample, int]] = field(default_factory=dict)
-    """With how many tokens of the turn are to be drawn yet."""
+    """Running samples by id, each with the number of tokens left in its turn."""
     policy_version = 0
 
     @property
@@ -60,14 +60,14 @@ class SteppingEngine:
 
     @property
     def num_admitted(self) -> int:
-        """At a time, at least."""
+        """Smallest number of samples admitted together."""
         return max(1, self.shape.num_slots // START_FRACTION)
 
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         self.waiting.extend(samples)
 
     def forget(self, ids: Collection[int]) -> None:
-        """Nothing is kept."""
+        """This engine keeps nothing."""
 
     def step(self) -> list[Sample]:
         num_free = self.shape.num_slots - len(self.running)
@@ -87,7 +87,7 @@ class SteppingEngine:
 
 @dataclass
 class SleepingEnvironments:
-    """In the place of RemoteEnvironments: all sleep beside each other."""
+    """A stand-in for RemoteEnvironments with parallel sleeps."""
 
     engine: SteppingEngine
     turns: dict[int, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class SleepingEnvironments:
 
 
 class Nothing:
-    """A `TurnFormat`."""
+    """A `TurnFormat` with one token for every observation."""
 
     def prompt(self, observation: object) -> tuple[int, ...]:
         return (1,)
@@ -126,11 +126,11 @@ class Nothing:
 
 
 def seconds(shape: Shape, *, overlaps: bool) -> float:
-    """Until all groups are done."""
+    """Returns the time until all groups are done."""
     engine = SteppingEngine(shape)
     environments = SleepingEnvironments(engine)
     limits = TurnLimits(1000, 10, 10**6, 10**6, vocab_size=10**6)
-    wait_for = None  # nobody saves these
+    wait_for = None  # these episodes are never saved
     episodes = EnvironmentEpisodes([environments], Nothing(), limits, lambda row: {}, wait_for, overlaps=overlaps)
 
     def group_at(position: int) -> SampleGroup:
@@ -156,7 +156,7 @@ def speedup(shape: Shape) -> float:
 
 def test_environments_that_take_as_long_as_the_engine_cost_little_beside_it() -> None:
     assert speedup(Shape()) >= 1.85
-    assert speedup(Shape(num_turns=4)) >= 1.6, "the last of few steps, which nothing overlaps, weighs more"
+    assert speedup(Shape(num_turns=4)) >= 1.6, "the last step overlaps nothing, so it weighs more among few steps"
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -171,5 +171,5 @@ def test_environments_that_take_as_long_as_the_engine_cost_little_beside_it() ->
     )
 )
 def test_it_is_never_slower(shape: Shape) -> None:
-    """But for a turn, by which samples may come worse together at the end."""
+    """Two turns of loss are tolerated, since samples may be grouped worse at the end."""
     assert seconds(shape, overlaps=True) <= seconds(shape, overlaps=False) + 2 * shape.turn_tokens

@@ -1,4 +1,4 @@
-"""Samples are packed into rows and cut between ranks, and attention keeps them apart."""
+"""Samples are packed into rows and cut between ranks, and attention keeps them separate."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_bins_are_few_and_balanced(lengths: list[int], max_tokens: int) -> None:
     loads = [sum(lengths[i] for i in members) for members in balanced_bins(lengths, max_tokens)]
     if len(loads) > 1:
         assert max(loads) - min(loads) <= max(lengths)
-        # Any two of the bins needed beyond the minimum would have been needed by longest-first placement too.
+        # Longest-first placement would also have needed any two of the bins beyond the minimum.
         assert sum(loads) > (len(loads) - 1) * (max_tokens - max(lengths))
 
 
@@ -119,7 +119,7 @@ def test_bins_can_be_a_multiple_of_a_number(lengths: list[int], max_tokens: int,
     assert len(bins) % multiple == 0 and len(bins) - len(balanced_bins(lengths, max_tokens)) < 2 * multiple
     assert sorted(index for members in bins for index in members) == [*range(len(lengths))]
     assert all(sum(lengths[i] for i in members) <= max_tokens or len(members) == 1 for members in bins)
-    assert all(bins[: len(lengths)]), "none is empty while samples are left for it"
+    assert all(bins[: len(lengths)]), "no bin is empty while samples are left"
 
 
 def test_micro_batches_that_are_too_few_are_filled_up_with_padding() -> None:
@@ -244,7 +244,7 @@ def test_experts_in_one_parameter_are_refused(
 def flash_stand_in(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, *most: int, **how: Any
 ) -> Tensor:
-    """torch.nn.attention.varlen's kernel, as its documentation has it, on the CPU."""
+    """Computes on the CPU the documented result of torch.nn.attention.varlen's kernel."""
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query) == len(key) == len(value)
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
@@ -282,7 +282,7 @@ def test_a_gpu_takes_all_sequences_in_one_call(monkeypatch: pytest.MonkeyPatch) 
 def test_torchs_flash_kernel_takes_what_it_is_given(
     taken: bool, dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real operator, which checks shapes also of tensors that hold nothing."""
+    """The real operator also checks the shapes of tensors without data."""
     monkeypatch.setattr(attention, "FLASH_DEVICE", "meta")
     query, key, value = (
         torch.empty(17, 1, count, size, dtype=dtype, device=META, requires_grad=True)
@@ -297,7 +297,7 @@ def test_torchs_flash_kernel_takes_what_it_is_given(
 
 
 def test_kernels_of_other_torches_are_taken_where_they_suffice() -> None:
-    """2.11's takes grouped heads without being told, 2.10's has no window."""
+    """The kernel of torch 2.11 accepts grouped heads without an argument. The kernel of 2.10 has no window."""
 
     def of_212(query: Tensor, *, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> list[Any]:
         return [query, scale, window_size, enable_gqa]
@@ -356,7 +356,9 @@ def test_ranks_share_out_every_sequence_evenly(slices: list[int], size: int) -> 
     assert torch.equal(order[inverse(order)], torch.arange(sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])
     reads = [int((positions[places_of(lengths, ContextShare(rank, size))] + 1).sum()) for rank in range(size)]
-    assert reads == [positions_read(lengths) // size] * size, "positions that its tokens attend to"
+    assert reads == [positions_read(lengths) // size] * size, (
+        "the tokens of every rank attend to equally many positions"
+    )
 
 
 def test_a_rank_has_a_slice_and_the_one_as_far_from_the_end() -> None:
@@ -426,7 +428,7 @@ def test_heads_that_can_be_shared_out_are_accepted(communication: dict[str, Any]
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    """Of eight heads and two key-value heads."""
+    """The model has eight heads and two key-value heads."""
     sections: dict[str, Any] = {
         "placement": {"actor,reference": "0-5", "rollout,reward": "6-7"},
         "actor": {"parallel": {"cp": 3}},
@@ -453,8 +455,8 @@ def test_experts_are_dealt_out_to_the_ranks_that_cut_sequences(family: str) -> N
 def bottom_right_stand_in(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, **how: Any
 ) -> Tensor:
-    """torch.nn.attention.varlen's kernel, as its documentation has it, of sequences with more keys than queries: the
-    last query attends to all keys, the one before it to all but one."""
+    """Computes on the CPU the documented result of torch.nn.attention.varlen's kernel for sequences with more keys than
+    queries. The last query attends to all keys. The previous query attends to one key less."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and how["window_size"] == (-1, 0)
     sizes, num_keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
     assert (max_q, max_k) == (max(sizes), max(num_keys)) and sum(sizes) == len(query) and sum(num_keys) == len(key)
@@ -503,7 +505,7 @@ def test_transformer_engine_gets_whole_sequences_and_how_to_share_them(monkeypat
 def at_once(
     queries: Tensor, keys: Tensor, values: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """By the formula."""
+    """Computes attention by its formula."""
     group = queries.size(1) // keys.size(1)
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
     scores = queries @ keys.mT / queries.size(-1) ** 0.5
@@ -551,7 +553,7 @@ def test_blocks_change_nothing(
         torch.testing.assert_close(mine, theirs)
     if softcap is None and window is None and sinks is not None:
         of_engines = attend(*inputs, causal=True, sinks=sinks[:, None, None])
-        torch.testing.assert_close(of_engines.float(), expected.float())  # it has its scores in float32
+        torch.testing.assert_close(of_engines.float(), expected.float())  # its scores are float32
 
 
 def test_half_precision_keeps_its_type() -> None:

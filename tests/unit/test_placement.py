@@ -1,4 +1,4 @@
-"""Which ranks hold what: placements, grids, groups and communicators."""
+"""Placements, grids, groups and communicators."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 import itertools
@@ -231,9 +231,9 @@ def test_inference_in_the_place_of_the_actor_is_the_actor():
 
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
-# Set by rltrain.training.megatron.model from other fields, or to None.
 OF_LATER_RELEASES = re.compile("gtp_remat|dp(_cp)?_ag$")
-"""Groups of Megatron 0.19 for ways of sharding and of overlapping that rltrain does not use."""
+"""Groups of Megatron 0.19 for sharding and overlap that rltrain does not use."""
+# rltrain.training.megatron.model sets them from other fields, or to None.
 DERIVED_FIELDS = {"intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "hcp"}
 
 
@@ -369,7 +369,7 @@ def plans(order, grids, kept=()):
 
 
 def run(order, grids, kept=(), stop_at=None):
-    """By rank: (position, list) -> generation at every use; and the lists open during every task of the rank."""
+    """Returns two lists by rank: (position, list) -> generation at every use, and the open lists during every task."""
     placement, by_rank = plans(order, grids, kept)
     used, opened = [], []
     for rank, plan in enumerate(by_rank):
@@ -443,7 +443,7 @@ def test_colocated_roles_release_what_the_other_does_not_use():
     used, opened = run(STEP * 3, grids)
     assert [(0, 2) in opened[0][position] for position in range(5)] == [True, False, False, True, True]
     assert [generation for (_, ranks), generation in used[0].items() if ranks == (0, 2)][::3] == [0, 3, 8]
-    assert all((0, 1, 2, 3) in lists for lists in opened[0].values()), "the engine's own"
+    assert all((0, 1, 2, 3) in lists for lists in opened[0].values()), "the engine uses this list"
 
 
 def test_disjoint_roles_and_those_that_stay_keep_their_communicators():
@@ -451,11 +451,11 @@ def test_disjoint_roles_and_those_that_stay_keep_their_communicators():
     used, _ = run(STEP * 3, apart, kept=["reward"])
     assert {generation for rank in used for generation in rank.values()} == {0}
     together = {"actor": Grid((0, 1, 2, 3), tp=2), "rollout": Grid((0, 1, 2, 3), tp=4), "reward": Grid((0,))}
-    assert plans(STEP, together, kept=["actor"])[1][0].lists == (), "the rollout has no list that the actor has not"
+    assert plans(STEP, together, kept=["actor"])[1][0].lists == (), "every list of the rollout is one of the actor's"
 
 
 def test_a_list_with_a_member_that_has_nothing_else_to_do_is_kept():
-    """The actor's ranks 2 and 3 host nothing beside it, and so would not leave when 0 and 1 do."""
+    """Ranks 2 and 3 of the actor host no other role, so they would not leave together with ranks 0 and 1."""
     grids = {"actor": Grid((0, 1, 2, 3), tp=2), "rollout": Grid((0, 1), tp=2), "reward": Grid((0,))}
     used, _ = run(STEP * 2, grids)
     assert {generation for (_, ranks), generation in used[0].items() if ranks == (0, 2)} == {0}
@@ -470,7 +470,7 @@ def test_every_chunk_has_layers_and_none_has_much_more_than_another(num_chunks: 
         return
     work = [count + (number == 0) + (number == num_chunks - 1) for number, count in enumerate(counts)]
     assert max(work) - min(work) <= 1
-    assert max(work) == -(-(num_chunks + more + 2) // num_chunks), "the slowest chunk is as fast as it can be"
+    assert max(work) == -(-(num_chunks + more + 2) // num_chunks), "the slowest chunk is as fast as possible"
 
 
 def test_the_last_chunk_has_the_fewest() -> None:

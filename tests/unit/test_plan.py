@@ -1,4 +1,4 @@
-"""The plan of a reshard moves every box once, and shares the work out."""
+"""The plan of a reshard moves every box once and balances the work."""
 
 import json
 import subprocess
@@ -105,7 +105,8 @@ def test_experts_and_interleaved_stages(case: str) -> None:
 
 @st.composite
 def scattered_layouts(draw: st.DrawFn, tensors: CanonicalTensors) -> tuple[Layout, Layout]:
-    """A source that deals the cells of a random grid over each tensor to ranks, and a destination of random boxes."""
+    """Draws a source and a destination. The source deals the cells of random grids over tensors to ranks. The
+    destination has random boxes."""
     held: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
     wanted: dict[int, list[tuple[int, ...]]] = {1: [], 2: [], 3: []}
     for tensor, shape in enumerate(tensors.matrix_shapes.tolist()):
@@ -122,7 +123,7 @@ def scattered_layouts(draw: st.DrawFn, tensors: CanonicalTensors) -> tuple[Layou
 
 
 def _boxes_layout(tensors: CanonicalTensors, boxes: dict[int, list[tuple[int, ...]]]) -> Layout:
-    """Each box in a parameter of its own that is one column wider than the box, to have strides that matter."""
+    """Puts each box into a separate parameter. It is one column wider than the box, so that strides matter."""
 
     def build(part: int) -> RankLayout:
         pieces = np.zeros(len(boxes[part]), dtype=PIECE)
@@ -195,7 +196,7 @@ def test_tied_embeddings_are_two_replicas_under_pipeline_parallelism() -> None:
     embedding = 64 * 64
     ranks = reshard(side("megatron", architecture, Grid((0, 1), pp=2)), side("engine", architecture, Grid((1, 2))), 4)
     local = ranks[1].plan.copies
-    assert elements(local[local["tensor"] == 0]).sum() == embedding, "rank 1 takes it from its own output layer"
+    assert elements(local[local["tensor"] == 0]).sum() == embedding, "rank 1 copies it from its own output layer"
     assert traffic(source, destination, 4)[1, 1] > embedding * ELEMENT_BYTES
 
 
@@ -248,7 +249,7 @@ def test_planning_for_a_large_job_takes_seconds(case: str, most_s: float) -> Non
         cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=True,
     )  # fmt: skip
     measured = json.loads(done.stdout.splitlines()[-1])["cases"][0]
-    assert measured["plan_s"] < most_s, "seconds of one rank"
+    assert measured["plan_s"] < most_s, "planning took one rank too many seconds"
     assert measured["peak_mb"] < 1024
     assert measured["busiest_sender_gb"] > 1 and measured["predicted_network_s"] < 1.15 * measured["bound_network_s"]
 
@@ -275,7 +276,7 @@ def test_replicas_share_the_work(destinations: int, tp: int) -> None:
 def test_replicas_share_the_work_where_some_groups_leave_less_choice() -> None:
     architecture = tiny_architecture(num_layers=16, vocab_size=40)
     source = megatron_layout(architecture, Grid((0, 1, 4)))  # nodes of two ranks: 0, 1 | 4
-    destination = engine_layout(architecture, Grid((5, 6)))  # 5 must draw on 4, 6 may draw on all three
+    destination = engine_layout(architecture, Grid((5, 6)))  # 5 must receive from 4, 6 may receive from all three
     sent = sent_by_rank(traffic(source, destination, ranks_per_node=2))
     assert sent[4] == sent[0] + sent[1]
     assert abs(sent[0] - sent[1]) <= 2 * int(elements(source.on(0).pieces).max()) * ELEMENT_BYTES
@@ -290,7 +291,8 @@ def test_a_replica_on_the_same_node_is_preferred() -> None:
 
 
 def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> float:
-    """By Hall's theorem: the largest, over sets of ranks, of what only they can carry divided by their number."""
+    """Computes the smallest possible load by Hall's theorem. Each set of ranks gives a bound: the demand that only this
+    set can carry, divided by its size. The result is the largest bound."""
     ranks = sorted({rank for group in candidates for rank in group})
     subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
     return max(
@@ -300,9 +302,9 @@ def smallest_load_by_hall(candidates: list[list[int]], demands: list[int]) -> fl
 
 
 def smallest_largest_load(source: Side, destination: Side, ranks_per_node: int) -> float:
-    """The least bytes that the busiest sender can carry, with holders on the receiver's node preferred.
+    """Returns the smallest possible bytes of the busiest sender. Holders on the receiver's node are preferred.
 
-    From values alone: every element has one of its own, which tells who holds it and who needs it.
+    Every element has a unique value. So the values alone identify its holders and receivers.
     """
 
     def owners(side_of: Side) -> dict[float, set[int]]:
@@ -387,7 +389,7 @@ def test_the_busiest_carries_hardly_more_than_it_must(groups: list[tuple[list[in
 
 
 def test_a_chain_of_choices_is_followed_to_its_end() -> None:
-    """Rank 0 has more than its share, which all others together can relieve it of, each by way of the next one."""
+    """Rank 0 has too much. The other ranks can relieve it only in a chain, each through the next one."""
     size, demand = 12, 10**9
     chain = [np.array([rank, rank + 1]) for rank in reversed(range(size - 1))]
     quotas = share_out([*chain, np.array([0])], [*[demand] * (size - 1), demand])
@@ -408,7 +410,7 @@ def test_water_finds_its_level(held: list[int], amount: int) -> None:
 
 
 def held_boxes(layout: Layout, rank: int) -> list[tuple[object, ...]]:
-    """Every piece with the name and shape of the parameter that it lies in."""
+    """Returns every piece with the name and shape of its parameter."""
     on = layout.on(rank)
     fields = [*BOX_FIELDS, "offset", "stride"]
     return [(*on.parameters[piece["parameter"]], *(int(piece[name]) for name in fields)) for piece in on.pieces]
@@ -459,11 +461,11 @@ def test_as_many_parameters_per_part_as_fit() -> None:
     assert [len(part.on(0).parameters) for part in split(layout, 1)] == [1] * len(every)
     parts = split(layout, max(every))
     for part, following in zip(parts, parts[1:], strict=False):
-        assert sum(sizes(part, 0)) + sizes(following, 0)[0] > max(every), "the next one would have fitted"
+        assert sum(sizes(part, 0)) + sizes(following, 0)[0] > max(every), "the next parameter would have fitted"
 
 
 def test_a_parameter_of_padding_alone_has_the_type_of_its_namesakes() -> None:
-    """64 rows of vocabulary over four ranks, of which the first alone has any."""
+    """64 rows of vocabulary are cut for four ranks. Only the first rank has real rows."""
     architecture = tiny_architecture("qwen2", vocab_size=9, num_heads=4, num_kv_heads=4)
     layout = engine_layout(architecture, Grid((0, 1, 2, 3), tp=4), dtype="bfloat16")
     layout.types[layout.tensors.numbers["model.embed_tokens.weight"]] = ElementType.FLOAT32
@@ -477,7 +479,7 @@ def test_a_parameter_of_padding_alone_has_the_type_of_its_namesakes() -> None:
 
 
 def test_shares_with_different_parameters() -> None:
-    """Stages of a pipeline: those with fewer parameters have none in the last parts."""
+    """These are stages of a pipeline. Stages with fewer parameters have none in the last parts."""
     architecture = tiny_architecture("qwen3", num_layers=3)
     grid = Grid((0, 1), pp=2, layers_per_stage=(2, 1))
     destination = side("megatron", architecture, grid)

@@ -1,4 +1,4 @@
-"""Every policy loss against its paper's formula, written out in loops over sequences and tokens: value and gradient."""
+"""The value and gradient of every policy loss equal its paper's formula, written in loops over sequences and tokens."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,11 +13,12 @@ from rltrain.data.experience import Experience
 from tests.support.packed_experience import packed_experience
 
 SHAPE = [(2, 5), (1, 1), (3, 0), (0, 4), (2, 7)]
-"""Prompt and response tokens of the samples; one has no response."""
+"""Prompt and response tokens of the samples. One has no response."""
 
 
 def in_double(shape: list[tuple[int, int]] = SHAPE, seed: int = 0, advantages: str = "of sequences") -> Experience:
-    """Holes in the longer responses, as of a conversation; ratios from e^-2 to e^2; infinities outside the mask."""
+    """Returns experience in float64. Longer responses have holes like a conversation, ratios are e^-2 to e^2, and
+    values outside the mask are infinite."""
     experience = packed_experience(shape, seed)
     generator = torch.Generator().manual_seed(seed + 50)
     mask = experience.response_mask.clone()
@@ -48,7 +49,7 @@ def present_logprobs(experience: Experience, seed: int = 1) -> Tensor:
 
 
 def sequences(experience: Experience) -> Iterator[list[int]]:
-    """The places of each response's tokens, of samples that have one."""
+    """Yields the places of each response's tokens. Samples without a response are skipped."""
     offsets, mask = experience.offsets().tolist(), experience.response_mask.tolist()
     for start, end in zip(offsets, offsets[1:], strict=False):
         if places := [i for i in range(start, end) if mask[i]]:
@@ -110,7 +111,7 @@ def of_gspo(ratios: list[Tensor], advantage: Tensor, loss: schema.Loss) -> Tenso
 
 
 def of_geometric_mean(ratios: list[Tensor], advantage: Tensor, loss: schema.Loss) -> Tensor:
-    """{prod min(ratio^sgn, clip(ratio^sgn))}^(sgn / length) A, the bounds being e^-low and e^high of a ratio."""
+    """{prod min(ratio^sgn, clip(ratio^sgn))}^(sgn / length) A. The bounds of a ratio are e^-low and e^high."""
     low, high = math.exp(-loss.clip_low), math.exp(loss.clip_high)
     bounds = (low, high) if advantage > 0 else (1 / high, 1 / low)
     sign = torch.sign(advantage)
@@ -124,7 +125,8 @@ OF_SEQUENCES = {"gspo": of_gspo, "geometric_mean": of_geometric_mean}
 
 
 def written_out(experience: Experience, logprobs: Tensor, loss: schema.Loss) -> Tensor:
-    """The mean loss of the batch: over sequences, or for losses of tokens over tokens where the normalization says."""
+    """Returns the mean loss of the batch: over sequences, or over tokens if the loss and its normalization are of
+    tokens."""
     old = experience.rollout_logprobs if loss.old_logprobs == "rollout" else experience.actor_logprobs
     objectives, all_sequences = [], list(sequences(experience))
     num_tokens = sum(map(len, all_sequences))
@@ -142,7 +144,7 @@ def written_out(experience: Experience, logprobs: Tensor, loss: schema.Loss) -> 
 
 
 def assert_equals(experience: Experience, loss: schema.Loss, expected_of: Callable[..., Tensor]) -> None:
-    """Value and gradient of the loss of `experience` are those of `expected_of`, but for weights in float32."""
+    """Asserts equality with value and gradient of `expected_of`, up to weights in float32."""
     logprobs = present_logprobs(experience)
     output = policy_loss(loss, 9)(experience, logprobs, torch.zeros_like(logprobs))
     (gradient,) = torch.autograd.grad(output.loss / output.divisor, logprobs)
@@ -185,7 +187,7 @@ def test_loss_and_gradient_are_the_paper_s(loss: schema.Loss, seed: int) -> None
 
 
 def test_gspo_gives_each_token_its_own_advantage() -> None:
-    """Equation 13: s_t is the sequence's ratio in value, and has the gradient of its token's log-prob."""
+    """Equation 13: s_t has the value of the sequence's ratio and the gradient of its token's log-prob."""
 
     def by_token(experience: Experience, logprobs: Tensor, loss: schema.Loss) -> Tensor:
         total, all_sequences = torch.zeros((), dtype=torch.float64), list(sequences(experience))
@@ -228,7 +230,7 @@ def test_kl_cov_holds_the_tokens_of_largest_covariance() -> None:
 
 @pytest.mark.parametrize("ratio", [2e-4, 0.3, 1.0])
 def test_clip_cov_leaves_out_some_tokens_of_large_covariance(ratio: float) -> None:
-    """Which ones is drawn; how many, from where, and that the others are as in PPO, is not."""
+    """The choice of tokens is random. Their number, their range and the loss of all other tokens are not."""
     settings = schema.Loss(policy="clip_cov", clip_cov=schema.ClipCov(ratio=ratio, low=0.05, high=0.8))
     experience = in_double(SHAPE * 3, advantages="of tokens")
     logprobs = present_logprobs(experience)
@@ -250,7 +252,7 @@ def test_covariances_of_no_tokens_are_none() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_LOSSES)
 def test_the_first_update_has_the_policy_gradient(policy: str) -> None:
-    """Where the present weights are the old ones every loss has the gradient -A d log pi, but for chosen tokens."""
+    """If the present weights are the old ones, every loss has the gradient -A d log pi, except for chosen tokens."""
     experience = in_double()
     logprobs = experience.actor_logprobs.clone().requires_grad_()
     loss = schema.Loss(policy=policy, normalization="sequence_mean", clip_cov=schema.ClipCov(low=98, high=99))

@@ -1,4 +1,4 @@
-"""The presets are legal in their worlds, overlap what they should, and fit the GPUs that they are meant for."""
+"""The presets are legal in their worlds, overlap the right tasks, and fit their GPUs."""
 
 import re
 import sys

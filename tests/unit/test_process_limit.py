@@ -1,4 +1,4 @@
-"""Control groups that limit how many processes a sandbox has."""
+"""Control groups with a limit on the number of a sandbox's processes."""
 
 import os
 import re
@@ -55,13 +55,14 @@ print(len(started), os.path.exists(limit.folder))
 
 
 def test_linux_starts_no_more(groups: None) -> None:
-    """Four beside the process itself, which also gets out of the group."""
+    """The limit of five allows the program and four more. Afterwards the program leaves the group, and its folder is
+    removed."""
     done = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "4 False\n"
 
 
 def group_of(process: int) -> Path:
-    """Its folder, below which its processes are limited."""
+    """Returns the folder of a process's group. The group of its limited processes is below it."""
     own, _ = places(*(Path(f"/proc/{of}").read_text() for of in (f"{process}/cgroup", "self/mountinfo")))
     return Path(own)
 

@@ -61,7 +61,7 @@ def test_every_stretch_of_numbers_is_shared_out_by_weight(weights: list[float], 
 @few
 @given(WEIGHTS, st.integers(1, 200))
 def test_each_source_counts_its_own_numbers(weights: list[float], length: int) -> None:
-    """So its rows come in its own order, and each once in an epoch of it."""
+    """The rows of a source come in its own order, and each once per epoch of the source."""
     places = [Shares(weights).source(number) for number in range(length)]
     for source in range(len(weights)):
         own = [index for at, index in places if at == source]
@@ -88,7 +88,7 @@ def test_a_mix_has_every_row_once_per_epoch_of_its_source(
 def test_any_position_of_a_mix_can_be_asked_for_alone(
     weights: list[float], positions: list[int], shuffle: bool
 ) -> None:
-    """As a resumed run does, or an engine that takes every other position."""
+    """A resumed run needs this, and an engine that takes every other position."""
     sizes = [5 + source for source in range(len(weights))]
     one = mix_of(weights, sizes, shuffle=shuffle)
     rows = [one.row(position) for position in positions]
@@ -102,7 +102,7 @@ def test_shares_converge_to_the_weights() -> None:
 
 
 def test_engines_that_take_every_other_position_get_the_same_mix() -> None:
-    """Strictly alternating sources would give the first engine all of one."""
+    """With strictly alternating sources the first engine would get only one source."""
     mix = mix_of([1.0, 1.0], [50, 50])
     counts = Counter(mix.place(position)[0] for position in range(0, 40 * BLOCK, 2))
     assert 0.4 < counts[0] / (20 * BLOCK) < 0.6
@@ -116,7 +116,7 @@ def test_sources_of_one_size_have_orders_of_their_own() -> None:
 
 
 class Backwards(RowOrder):
-    """Tells where a curriculum has ended."""
+    """An order of negative rows, to show the end of a curriculum."""
 
     def row(self, position: int) -> int:
         return -1 - position
@@ -157,7 +157,7 @@ def test_a_curriculum_grows_harder_and_repeats_no_row_within_a_step(
 
 
 def test_a_mix_of_curricula() -> None:
-    """Each source goes from easy to hard in its own draws."""
+    """Each source goes from easy to hard at its own pace."""
     orders = [curriculum([3.0, 1.0, 2.0], steps=3, per_step=1), curriculum([1.0, 2.0], steps=2, per_step=1)]
     mix = Mix(orders, [0, 3], [1.0, 1.0], seed=0, shuffle=False)
     assert [mix.row(position) for position in range(5)] == [1, 3, 2, 4, 0]
@@ -178,7 +178,9 @@ def test_each_number_comes_once(size: int, key: tuple[int, ...]) -> None:
     permutation = FeistelPermutation(size, key)
     found = permutation.of(np.arange(size))
     assert sorted(found.tolist()) == list(range(size))
-    assert permutation.of(np.array([size - 1, 0])).tolist() == [found[-1], found[0]], "whatever else is asked for"
+    assert permutation.of(np.array([size - 1, 0])).tolist() == [found[-1], found[0]], (
+        "the result must not depend on other numbers"
+    )
 
 
 @given(size=st.integers(2**40, 2**62), key=KEYS, numbers=st.lists(st.integers(0, 2**40 - 1), unique=True, min_size=1))
@@ -188,8 +190,7 @@ def test_large_sizes(size: int, key: tuple[int, ...], numbers: list[int]) -> Non
 
 
 def test_numbers_are_spread_evenly() -> None:
-    """Of numbers in many permutations each goes to each place about equally often, and what neighbours do has
-    nothing to do with each other."""
+    """Over many permutations, each number comes to each place about equally often. Neighbours are independent."""
     size, times = 30, 1000
     found = np.stack([FeistelPermutation(size, (7, epoch)).of(np.arange(size)) for epoch in range(times)])
     counts = np.stack([np.bincount(found[:, number], minlength=size) for number in range(size)])
@@ -201,8 +202,7 @@ def test_numbers_are_spread_evenly() -> None:
 
 
 def test_many_rows_are_not_ordered_by_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones keep the order that numpy gives them; of large ones steps, epochs and streams hold what they hold of
-    small ones."""
+    """Small orders keep numpy's permutation. Large ones keep the properties of steps, epochs and streams."""
     assert PromptOrder(9, seed=3, shuffle=True, stream=(2,)).rows(0, 9).tolist() == [
         *np.random.default_rng([3, 0, 2]).permutation(9)
     ]
@@ -240,7 +240,7 @@ def test_estimates_remember_what_was_seen_before():
     rates.learn({0: (3, 4), 1: (2, 2)})
     assert rates.rates.tolist() == pytest.approx([0.75 * 0.25 + 0.25 * 0.75, 1.0, 0.5, np.nan], nan_ok=True)
     assert rates.is_retired.tolist() == [False, True, False, False]
-    assert rates.is_wanted.tolist() == [True, False, True, True], "the last one is not known yet"
+    assert rates.is_wanted.tolist() == [True, False, True, True], "row 3 has no outcome yet"
     shares = {"unseen": 0.25, "too_hard": 0, "in_window": 0.5, "too_easy": 0.25}
     assert rates.metrics() == {
         **{f"curriculum/{name}": share for name, share in shares.items()},
@@ -308,7 +308,7 @@ SIZES, PER_WINDOW = [17, 9], 4
 
 @dataclass
 class Run:
-    """Ranks of engines at places of their own in the order of tasks, with what each has begun."""
+    """Ranks of engines at different positions of the order of tasks, with the rows of each."""
 
     lead: int
     num_ranks: int
@@ -332,7 +332,7 @@ class Run:
         ]
 
     def begin(self, rank: int, step: int, below: int) -> None:
-        """Rewards come as late as they may, but for steps that were told for others."""
+        """Begins a step. Rewards come as late as possible, unless another rank already needed them."""
         for scored in range(self.told, step - self.lead):
             self.log.put(scored, outcomes_of(scored, sum(SIZES)))
         self.told = max(self.told, step - self.lead)
@@ -341,8 +341,8 @@ class Run:
 
 
 def play(run: Run, actions: list[tuple[int, bool, int]], step: int) -> list[list[tuple[int, int]]]:
-    """By rank, the (position, row) that it begins: ranks, in any order, come to their next steps, up to two from
-    `step` on, or begin a position at most five windows on."""
+    """Returns the begun (position, row) pairs by rank. Ranks take turns in any order: each goes to its next step, at
+    most two after `step`, or begins a position at most five windows ahead."""
     begun: list[list[tuple[int, int]]] = [[] for _ in run.ranks]
     for rank in range(run.num_ranks):
         run.begin(rank, step, step * PER_WINDOW)
@@ -379,12 +379,12 @@ def test_ranks_agree_on_every_row_and_a_resumed_run_on_those_of_one_that_never_s
         f"outcomes/window {window}" for window in range(12)
     ]
     assert whole.told == 12 - lead
-    assert not any(whole.store.check([key]) for key in keys), "whatever all have read is deleted"
+    assert not any(whole.store.check([key]) for key in keys), "outcomes that all ranks have read are deleted"
 
 
 def resumed(run: Run, at: int) -> Run:
-    """In another job, at the boundary before training on step `at`; other engines know less of what was drawn. The
-    reward tells once more what the last steps have shown."""
+    """Resumes in another job, at the boundary before training on step `at`. The other engines know less of the drawn
+    rows. The reward repeats the outcomes of the last steps."""
     states = [state for rank in run.ranks if (state := rank.state()) is not None]
     other = Run(run.lead, run.num_ranks, first=max(at, 0))
     for rank in other.ranks:
@@ -394,7 +394,7 @@ def resumed(run: Run, at: int) -> Run:
 
 
 def test_what_was_learnt_stays_where_steps_are_drawn_anew():
-    """The rows that were drawn for these steps stay theirs."""
+    """Repeated steps keep their rows."""
     run, ahead = Run(lead=1, num_ranks=1), range(4 * PER_WINDOW, 5 * PER_WINDOW)
     for step in range(5):
         run.begin(0, step, step * PER_WINDOW)
@@ -416,7 +416,7 @@ def test_what_was_learnt_stays_where_steps_are_drawn_anew():
 
 
 def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
-    """What the curriculum needs of a job."""
+    """Returns the parts of a job used by the curriculum."""
     return SimpleNamespace(
         config=SimpleNamespace(
             data=SimpleNamespace(solved_rate=SolvedRate()), batch=SimpleNamespace(prompts_per_step=4), seed=0
@@ -436,16 +436,16 @@ def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
 
 
 def test_a_checkpoint_without_is_refused_where_its_samples_are_gone_on_with(tmp_path: Path) -> None:
-    """What those that were scored before it have shown is not known."""
+    """The outcomes of samples scored before the checkpoint are unknown."""
     with pytest.raises(CheckpointError, match=r"data.solved_rate: .* was saved without"):
         training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=True)))
     anew = training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=False)))
     anew.begin(5, Consumed(20), Consumed(20), None)
-    assert anew.row(20) == base_order(SIZES).row(0), "nothing is known, and the first rows are drawn"
+    assert anew.row(20) == base_order(SIZES).row(0), "without outcomes the first rows come first"
 
 
 def test_an_episode_counts_once_and_one_that_failed_does_not():
-    """Samples 0 and 2 of row 5, a further trajectory of 2, which is worth as much, 4 of row 6, and a failed one."""
+    """The samples: 0 and 2 of row 5, another trajectory of 2 with the same reward, 4 of row 6, and a failed one."""
     experience = packed_experience([(2, length) for length in (3, 1, 2, 2, 0)]).with_fields(
         sample_ids=torch.tensor([0, 2, 2 + SIBLINGS_APART, 4, 5]),
         prompt_ids=torch.tensor([5, 5, 5, 6, 6]),

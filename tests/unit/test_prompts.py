@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, so that lengths can be counted by hand."""
+    """Returns a tokenizer with one token per UTF-8 byte. Lengths can then be counted by hand."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<eos>"])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -85,7 +85,7 @@ def test_labels_become_text(tmp_path: Path, label: Any, text: str) -> None:
 
 @pytest.mark.parametrize("label", [{"answer": 5}, ["a"], {}])
 def test_a_plain_label_is_no_json(tmp_path: Path, label: Any) -> None:
-    """Those of a reward function that compares texts: it would compare how JSON writes them."""
+    """A reward function for texts would compare with JSON's spelling of such a label."""
     path = jsonl(tmp_path, {"prompt": "p", "label": 5}, {"prompt": "p", "label": label})
     with pytest.raises(DataError) as refusal:
         load(path, needs="plain label")
@@ -427,7 +427,7 @@ def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_columns_and_labels_of_each_source(tmp_path: Path) -> None:
-    """Both slices are of one file, whose rows have the same places twice."""
+    """Both slices are of one file, so their rows have equal places."""
     path = numbered(tmp_path, "a", 4, level=7)
     file = schema.PromptFile(
         sources=(source(Path(f"{path}@[0:2]"), name="x"), source(path, label_key="level", name="y"))
@@ -463,7 +463,7 @@ def test_what_is_left_out_is_counted_by_source_and_reason(tmp_path: Path, caplog
 
 
 def test_without_weights_all_rows_are_one_set(tmp_path: Path) -> None:
-    """In the order that one file with the same rows would have."""
+    """The order equals that of one file with the same rows."""
     parts = [numbered(tmp_path, "a", 3), numbered(tmp_path, "b", 5)]
     whole = load_sources(schema.PromptSource(path=tuple(map(str, parts))))
     apart = load_sources(*map(source, parts))
@@ -480,7 +480,7 @@ def test_weights_decide_how_often_a_source_comes(tmp_path: Path) -> None:
     titles = [dataset.source_of(order.row(position)) for position in range(128)]
     assert titles.count("a") == 96 and titles[:64].count("a") == 48
     again = prompt_order(dataset, config_of(dataset))
-    assert again.row(77) == order.row(77), "a resumed run asks for any position alone"
+    assert again.row(77) == order.row(77), "any position can be computed alone"
 
 
 def test_a_curriculum_sorts_by_a_column_of_each_source(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_curriculum_sorts_by_a_column_of_each_source(tmp_path: Path) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns objects without the keys that only other rows have; a row keeps its own."""
+    """Returns objects without the keys of other rows. A row keeps its own keys."""
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -510,7 +510,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def test_tools_are_written_into_the_prompt(tmp_path: Path) -> None:
-    """Given as objects or as JSON text; columns of Parquet fill up what other rows' tools have."""
+    """Tools are objects or JSON text. Columns of Parquet add the keys of other rows' tools as nulls."""
     rows = [
         {"prompt": [{"role": "user", "content": "1+1"}], "tools": tools} for tools in ([ADD], [ADD, SEARCH], None, [])
     ]
@@ -531,14 +531,14 @@ def test_tools_are_written_into_the_prompt(tmp_path: Path) -> None:
     for path, ids in (
         (jsonl(tmp_path, *rows), expected),
         (jsonl(tmp_path, *as_text, name="texts.jsonl"), expected),
-        # The release of pyarrow decides in which order columns have the keys of objects.
+        # The order of an object's keys in a column depends on the release of pyarrow.
         (tmp_path / "rows.parquet", rendered(without_nulls(table.to_pylist()))),
     ):
         dataset = load_sources(source(path, tools_key="tools", label_key=None), tokenizer=tokenizer)
         assert [list(dataset.prompt_tokens(row)) for row in range(len(rows))] == ids, path.name
     objects = source(jsonl(tmp_path, *rows), tools_key="tools", label_key=None)
     short = load_sources(objects, tokenizer=tokenizer, max_prompt_tokens=len(expected[0]))
-    assert len(short) == 3 and short.dropped.num_too_long == 1, "tools count"
+    assert len(short) == 3 and short.dropped.num_too_long == 1, "tools count as prompt tokens"
 
 
 def test_messages_with_tool_calls(tmp_path: Path) -> None:

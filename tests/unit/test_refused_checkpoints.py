@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign or hostile are refused with the reason."""
+"""Damaged, foreign and hostile checkpoints are refused with the reason."""
 
 import errno
 import fcntl
@@ -57,7 +57,7 @@ def cut_short(folder: Path) -> None:
 
 
 def rewriting(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    """Changes what the file with UP holds."""
+    """Returns a function that changes the tensors in the file with UP."""
 
     def rewrite(folder: Path) -> None:
         file = folder / json.loads((folder / INDEX).read_text())["weight_map"][UP]
@@ -78,7 +78,7 @@ def reindexing(change: Callable[[dict[str, str]], object]) -> Change:
 
 
 def configured(**values: object) -> Change:
-    """Changes values of config.json."""
+    """Returns a function that changes values of config.json."""
 
     def reconfigure(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -102,7 +102,7 @@ def retyped(dtype: torch.dtype) -> Change:
 
 without_tensor, without_entry = rewriting(lambda tensors: tensors.pop(UP)), reindexing(lambda files: files.pop(UP))
 
-# mistake -> (what makes it, words of the message)
+# mistake -> (change of the checkpoint, words of the message)
 MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "a file cut short": (cut_short, ["damaged or cut short", "-00002-of-"]),
     "a missing file": (lambda folder: files_of(folder)[1].unlink(), ["does not exist", "incomplete", "-00002-of-"]),
@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
 
 @pytest.fixture
 def assert_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Converts the folder `input`, and expects the words in what is said, and no other folder."""
+    """Returns a function that converts the folder `input`. It expects words in the message, and no new folder."""
 
     def assert_refused(command: str, *words: str) -> None:
         assert main([command, "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
@@ -348,13 +348,13 @@ CONFIG = {
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": 32}
 DEEP = "[" * 100_000
 AT_ONCE_S = 20.0
-"""Limits what hangs; refusals take milliseconds."""
+"""Upper limit for a hanging read. A refusal takes milliseconds."""
 MANY_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "num_experts", "head_dim",
               "intermediate_size", "moe_intermediate_size", "max_position_embeddings")  # fmt: skip
 
 
 def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: bool = False) -> Path:
-    """Makes a whole one in `folder`, whose config.json then says what `settings` say."""
+    """Writes a valid checkpoint to `folder`, then changes config.json by `settings`."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors = canonical_tensors(read_architecture(folder))
@@ -369,7 +369,7 @@ def checkpoint(folder: Path, settings: dict[str, Any] | None = None, *, split: b
 
 
 def refusal(read: Callable[[], object]) -> str:
-    """Returns the message of the error, which has to be one line and to come at once."""
+    """Returns the message of the error. It must be one line and come at once."""
     begin = time.monotonic()
     with pytest.raises(UserError) as refused:
         read()
@@ -460,7 +460,7 @@ def test_a_weight_map_does_not_lead_out_of_its_folder(file: object, tmp_path: Pa
 
 
 def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
-    """The hub's cache is made of them: all files of a snapshot link to ../../blobs."""
+    """The hub's cache consists of links: all files of a snapshot link to ../../blobs."""
     folder = checkpoint(tmp_path / "snapshot", split=True)
     (folder / "part.safetensors").rename(tmp_path / "blob")
     (folder / "part.safetensors").symlink_to(Path("../blob"))

@@ -151,7 +151,7 @@ class TestReading:
         assert merged == [event for rank in run.ranks for event in rank.events]
 
 
-# A stretch of a rank's time: (category, role, its seconds, what it contains).
+# A stretch of a rank's time: (category, role, its seconds or its parts).
 PLAN = st.recursive(
     st.tuples(
         st.sampled_from(["task", "wait", "onload", "part"]), st.sampled_from(["a", "a+b", "b"]), st.integers(1, 4)
@@ -164,7 +164,7 @@ PLAN = st.recursive(
 
 
 def play(log: RankLog, plan: tuple[str, str, Any], outer: str, seconds: list[str]) -> None:
-    """Write `plan` to `log`, and for each of its seconds to `seconds` what role a does in it."""
+    """Writes `plan` to `log`. For each second it appends to `seconds` the occupation of role a."""
     category, roles, rest = plan
     purpose = {"wait": report_run.WAITING, "onload": report_run.MEMORY, "part": outer}.get(category)
     if purpose is None:
@@ -212,7 +212,7 @@ class TestOccupation:
         assert found.idle_fraction == pytest.approx((3 + 3) / 16)
 
     def test_seconds_by_task_are_work_wherever_the_task_is_done(self, tmp_path: Path) -> None:
-        """As an engine that joins a sync in the middle of its generate."""
+        """An example is an engine that joins a sync in the middle of its generate."""
         log = RankLog(tmp_path / "trace", 0, ("rollout",))
         log.event("B", "generate", cat="task", args={"role": "rollout"})
         log.now += 5.0
@@ -378,7 +378,7 @@ class Elements(HTMLParser):
 
 
 def page_colours(text: str) -> dict[str, str]:
-    """By purpose of the time of ranks, what of the timeline has its colour, or nothing."""
+    """Returns for each purpose of ranks' time the kind of task with the same colour in the timeline, or ""."""
     used = re.findall(r"\.purpose(\d) \{ background: var\(--(\w+)\); \}", text)
     kinds = {colour: kind for kind, colour in COLOURS.items()}
     return {report_run.PURPOSES[int(number)]: kinds.get(f"--{colour}", "") for number, colour in used}
@@ -386,7 +386,7 @@ def page_colours(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def text(run: report_run.Run) -> str:
-    """The page of `run`."""
+    """Returns the page of `run`."""
     roles = report_run.occupations(run.ranks)
     return render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
 
@@ -408,7 +408,8 @@ class TestPage:
         assert "Zero throughout: Seconds of waiting by task (update)." in text
 
     def test_a_colour_means_one_thing(self, text: str) -> None:
-        """A task has that of the timeline in curves too, and a share of the run one of its own but for waits."""
+        """A task has the same colour in timeline and curves. Shares of the run have other colours, except waits and
+        moves."""
         assert {name: shared for name, shared in page_colours(text).items() if shared} == {
             "waiting": "wait",
             "memory moves": "memory move",
@@ -505,7 +506,7 @@ def task(name: str, step: int, start_s: float, end_s: float) -> TimelineSpan:
 
 @pytest.fixture
 def traces() -> list[RankTrace]:
-    """Steps of 2 s: one draws <&>, one waits for it and trains."""
+    """Returns traces with steps of 2 s. One rank generates <&>, another waits for it and trains."""
     drawn = [task("generate", step, 2 * step, 2 * step + 1) for step in range(3)]
     trained = [task("update", step, 2 * step + 1, 2 * step + 2) for step in range(3)]
     waits = [
@@ -517,7 +518,7 @@ def traces() -> list[RankTrace]:
 
 
 def bars(drawn: str) -> dict[str, tuple[float, float]]:
-    """(begin, end) of every titled bar, as shares of the time shown."""
+    """Returns (begin, end) of every titled bar, as shares of the visible time."""
     found = {}
     for rect in ElementTree.fromstring(drawn).iter(f"{SVG}rect"):
         title = rect.find(f"{SVG}title")

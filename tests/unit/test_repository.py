@@ -1,4 +1,4 @@
-"""The rules that hold for the repository as a whole: imports, sizes, style, types, requirements."""
+"""Rules for the repository as a whole: imports, sizes, style, types, requirements."""
 
 import ast
 import functools
@@ -24,12 +24,12 @@ CONSTRAINTS = REPOSITORY / "launch" / "constraints-cpu.txt"
 SGLANG_CONSTRAINTS = REPOSITORY / "launch" / "constraints-sglang.txt"
 
 RUN_BY_SGLANG = REPOSITORY / "rltrain" / "rollout" / "servers" / "in_sglang"
-"""Files for another Python, in which there is no rltrain. They stand on its path as modules, not in a package."""
+"""Files for another Python without rltrain. They are modules on its path, not in a package."""
 
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 
-# What each room of rltrain may import, beside itself. A dotted name allows that module only.
+# Each room of rltrain with its allowed imports from other rooms. A dotted name allows only this module.
 BASE = ("config", "errors", "tasks")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }
 
-# Read by --dry-run and by planning on every rank: they start in a moment because they do not load torch.
+# --dry-run and planning on every rank use these. They start quickly because they do not load torch.
 FAST_TO_IMPORT = (
     *("config.schema", "config.loader", "algorithms.registry", "schedule.shape", "schedule.step"),
     *("planning.validation", "planning.validation_schedule", "planning.sync_time", "planning.description"),
@@ -101,7 +101,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Modules of rltrain that a file imports, without the leading "rltrain."."""
+    """Yields the imported modules of rltrain, without the leading "rltrain."."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -121,7 +121,7 @@ def _is_module(name: str) -> bool:
 
 
 def top_level_imports(path: Path) -> set[str]:
-    """All that a file imports, whatever it is, up to the first dot."""
+    """Returns the names of all imported modules, up to the first dot."""
     nodes = [node for node in nodes_of(path) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [[a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] for node in nodes]
     return {name.split(".")[0] for found in names for name in found}
@@ -145,7 +145,7 @@ def test_imports_run_downward() -> None:
             if not any(is_within(module, other) for other in allowed)
         ]
     assert not violations, "\n".join(violations)
-    assert parts <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(parts - MAY_IMPORT.keys())} may import"
+    assert parts <= MAY_IMPORT.keys(), f"add to MAY_IMPORT the allowed imports of {sorted(parts - MAY_IMPORT.keys())}"
 
 
 def assert_no_cycle(remaining: dict[str, set[str]]) -> None:
@@ -161,7 +161,7 @@ def test_the_import_rule_has_no_cycle() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """At their import; what a function imports when it is called may close a circle."""
+    """Only imports of modules count. An import inside a function may close a circle."""
     remaining = {}
     for path in (REPOSITORY / "rltrain").rglob("*.py"):
         statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
@@ -187,7 +187,7 @@ def test_only_their_list_knows_the_training_backends() -> None:
 
 
 def test_tests_load_megatron_as_rltrain_does() -> None:
-    """Without torch's compiler, which takes seconds to load and warns."""
+    """rltrain leaves out torch's compiler, because it takes seconds to load and warns."""
     for path in (REPOSITORY / "tests").rglob("*.py"):
         direct = re.search(r"^(from|import) megatron", text := path.read_text(), re.MULTILINE)
         before = text[: direct.start()] if direct else ""
@@ -204,7 +204,9 @@ def test_launch_imports_only_commands() -> None:
 def test_what_sglangs_python_runs_imports_nothing_that_it_lacks() -> None:
     files = sorted(RUN_BY_SGLANG.rglob("*.py"))
     modules = {path.stem for path in files}
-    assert modules and all(name.startswith("rltrain_") for name in modules), "nothing else there may have their names"
+    assert modules and all(name.startswith("rltrain_") for name in modules), (
+        "names need the prefix rltrain_ to be unique there"
+    )
     for path in files:
         foreign = top_level_imports(path) - {"torch", "sglang", *modules, *sys.stdlib_module_names}
         assert not foreign, f"{relative(path)} imports {sorted(foreign)}"
@@ -230,7 +232,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_allowed_values_are_listed_in_one_way() -> None:
-    """`errors.one_of` and `errors.listed` never cut a list without a count, and name the nearest."""
+    """`errors.one_of` and `errors.listed` never cut a list without a count, and name the nearest value."""
     own = re.compile(r"one of \{\W*', '\.join|join\(.*\[:\d+\]\)")
     for path in set((REPOSITORY / "rltrain").rglob("*.py")) - {REPOSITORY / "rltrain" / "errors.py"}:
         assert not (found := own.search(path.read_text())), f"{relative(path)}: {found[0]}"
@@ -252,10 +254,10 @@ def test_only_one_module_makes_process_groups() -> None:
 
 
 def test_every_thread_ends_the_job_by_its_error() -> None:
-    """A ThreadPoolExecutor hands errors to whoever asked."""
+    """A ThreadPoolExecutor passes errors to its caller."""
     starters = {"Thread", "Timer", "start_new_thread", "to_thread", "run_in_executor"}
     callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] in starters}
-    assert callers == set(), "JobThread of rltrain/runtime/machine.py is there for that"
+    assert callers == set(), "use JobThread of rltrain/runtime/machine.py"
 
 
 def test_megatrons_global_parallel_state_is_never_initialised() -> None:
@@ -264,7 +266,7 @@ def test_megatrons_global_parallel_state_is_never_initialised() -> None:
 
 
 READS_PICKLES_AS_DATA = "rltrain/checkpoint/megatron_pickles.py"
-"""Megatron's checkpoints have some; it makes nothing that they name, as tests/unit/test_megatron_files.py shows."""
+"""This file reads Megatron's pickles. It makes no object named in them (tests/unit/test_megatron_files.py)."""
 
 
 def test_nothing_is_unpickled() -> None:
@@ -279,7 +281,7 @@ def test_nothing_is_unpickled() -> None:
 
 
 def test_nothing_that_is_read_is_evaluated() -> None:
-    """What SafeLoader cannot make, YAML does not; numpy's files have pickles only where that is allowed."""
+    """YAML makes only the objects of SafeLoader. numpy's files contain pickles only if a caller allows them."""
     for path in SOURCES:
         for name, call in calls(path):
             assert name not in {"eval", "exec", "yaml.unsafe_load", "yaml.full_load"}, f"{relative(path)}: {name}"
@@ -290,11 +292,11 @@ def test_nothing_that_is_read_is_evaluated() -> None:
 
 
 OWN_PATH = {"tests/unit/test_native.py", "tools/compare_commits.py"}
-"""A tree of their own is all that their processes are to find."""
+"""Their processes must find only a separate tree."""
 
 
 def test_child_processes_find_the_packages_that_this_one_was_given() -> None:
-    """Carried along by PYTHONPATH, say, to a machine without a network: it is added to and never replaced."""
+    """PYTHONPATH may hold the packages of a machine without a network. Files must extend it and never replace it."""
     files = [path for folder in ("launch", "tools", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
     replacing = {relative(path) for path in files if re.search(r'"PYTHONPATH": str\(', path.read_text())}
     assert replacing == OWN_PATH
@@ -321,7 +323,7 @@ def test_building_needs_setuptools_only() -> None:
 
 
 def test_an_installation_has_every_file() -> None:
-    """Also those that belong to no package with an __init__.py."""
+    """This includes files outside packages with an __init__.py."""
     program = (
         "from setuptools import Distribution\n"
         "distribution = Distribution({'script_name': 'setup.py'})\n"
@@ -339,7 +341,7 @@ def test_an_installation_has_every_file() -> None:
 
 
 def test_nothing_stands_on_the_models_that_megatron_deprecates() -> None:
-    """GPTModel and what is beside it may be deleted in any release after 0.19."""
+    """GPTModel and its neighbours may be deleted in any release after 0.19."""
     assert [relative(path) for path in SOURCES if "megatron.core.models.gpt" in path.read_text()] == []
 
 

@@ -1,4 +1,4 @@
-"""Output folders are locked, and a run goes on from its newest checkpoint that is whole."""
+"""Output folders are locked, and a run resumes from its newest undamaged checkpoint."""
 
 import errno
 import fcntl
@@ -44,7 +44,7 @@ from tests.support.shared_store import Jobs, open_store
 
 @contextmanager
 def locked(folder: Path, text: str = "") -> Iterator[None]:
-    """Inside, somebody holds the lock of `folder`, and `text` is what the lock file says."""
+    """Holds the lock of `folder` inside, with `text` in the lock file."""
     folder.mkdir(exist_ok=True)
     with (folder / LOCK_FILE).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -58,7 +58,7 @@ HOLDER = {"host": "node7", "pid": 1234, "since": "2026-01-02 03:04:05 +0000"}
 
 @pytest.fixture(autouse=True)
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
-    """What this process has locked, none of it after the test."""
+    """Returns the locks of this process. All are released after the test."""
     held: dict[Path, int] = {}
     monkeypatch.setattr(resuming, "_held", held)
     return held
@@ -78,7 +78,7 @@ def test_a_folder_is_made_and_held_with_its_holder_written_down(tmp_path: Path, 
     holder = json.loads((folder / LOCK_FILE).read_text())
     assert (holder["host"], holder["pid"]) == (platform.node(), os.getpid())
     lock_folder(folder / ".", "checkpoint.dir", wait_s=0)
-    assert list(held) == [folder], "a process that has it has it under every name"
+    assert list(held) == [folder], "the lock holds for every name of the folder"
     release(held)
     lock_folder(folder, "output_dir", wait_s=0)
 
@@ -113,7 +113,7 @@ def test_it_waits_for_a_job_that_is_about_to_end(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         lock_folder(tmp_path, "output_dir", wait_s=60, advance=waited.set)
     thread.join()
-    assert caplog.text.count("is in use by another job (process 1234 on node7 since") == 1, "the wait is told once"
+    assert caplog.text.count("is in use by another job (process 1234 on node7 since") == 1, "the wait is logged once"
 
 
 def test_a_job_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def saved(config: Callable[..., Config]) -> CheckpointFolder:
-    """Checkpoints of the steps 2, 4 and 6, with files of both ranks."""
+    """Returns checkpoints of the steps 2, 4 and 6, with files of both ranks."""
     folder = CheckpointFolder(Path(config().checkpoint_dir))
     for step in (2, 4, 6):
         files = {f"actor/rank_{rank}.safetensors": Contents({"x": torch.ones(9)}, {}) for rank in range(NUM_RANKS)}
@@ -206,7 +206,7 @@ def saved(config: Callable[..., Config]) -> CheckpointFolder:
 
 @pytest.fixture
 def find(jobs: Jobs) -> Callable[..., Resumed | None]:
-    """What all ranks agree on."""
+    """Returns a function that finds the checkpoint on which all ranks agree."""
 
     def on_all(config: Config, restarted: bool = False) -> Resumed | None:
         def body(rank: int, store: dist.Store) -> Resumed | CheckpointError | None:
@@ -215,7 +215,7 @@ def find(jobs: Jobs) -> Callable[..., Resumed | None]:
             try:
                 return find_checkpoint(config, JobStore(world, guarded=True))
             except CheckpointError as error:
-                store.set("job_store/resume/candidates", "[]")  # the job has ended; nobody is to wait for rank 0
+                store.set("job_store/resume/candidates", "[]")  # the job has ended, so no rank waits for rank 0
                 return error
 
         first, *others = jobs.run(body, NUM_RANKS)
@@ -228,7 +228,7 @@ def find(jobs: Jobs) -> Callable[..., Resumed | None]:
 
 
 def harm(checkpoint: Path, file: str) -> str:
-    """One bit of `file` turns; its path."""
+    """Flips one bit of `file` and returns its path."""
     path = checkpoint / file
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -285,7 +285,7 @@ def test_a_run_is_not_begun_anew_where_there_are_checkpoints(find, config, saved
         CheckpointError, match="checkpoint.resume: none, but .* holds checkpoints, the newest of step 6"
     ):
         find(config("checkpoint.resume=none"))
-    assert find(config("checkpoint.resume=none"), restarted=True).step == 6, "they are its own"
+    assert find(config("checkpoint.resume=none"), restarted=True).step == 6, "the checkpoints are the run's own"
 
 
 def test_what_interrupted_saves_left_is_removed(find, config, saved) -> None:
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(config, saved, 
 
 
 class History:
-    """What a run has left in its folder: a line of metrics and of samples for each of its steps, and checkpoints."""
+    """The files of a run: one line of metrics and one of samples per step, and checkpoints."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output_dir)
@@ -334,7 +334,7 @@ class History:
         open_history(self.config, checkpoint)
 
     def run(self, first: int, last: int) -> None:
-        """Steps `first` to `last`, with a checkpoint after every second one."""
+        """Writes steps `first` to `last`, with a checkpoint after every second one."""
         for step in range(first, last + 1):
             self.log(step)
             if step % 2:
@@ -346,14 +346,14 @@ class History:
 
 
 def logged(folder: Path) -> list[list[int]]:
-    """The steps in each log."""
+    """Returns the steps in each log."""
     logs = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
     return [[json.loads(line)["step"] for line in log.read_text().splitlines()] for log in logs if log.exists()]
 
 
 @pytest.fixture
 def history(config) -> History:
-    """Of a run that has done steps 0 to 6, and saved after 2, 4 and 6."""
+    """Returns the files of a run with steps 0 to 6 and checkpoints after 2, 4 and 6."""
     run = History(config())
     run.begin()
     run.run(0, 6)
@@ -378,9 +378,9 @@ def test_a_run_that_is_sent_back_keeps_apart_what_came_after(history, caplog) ->
     assert [found.step for found in kept.candidates()] == [6, 4]
     assert f"step_0000006, step_0000004: moved to {kept.path}" in caplog.text
     history.run(2, 4)
-    assert history.saved == [4, 2], "the newest is of what the run has done since"
+    assert history.saved == [4, 2], "the newest checkpoint is of the resumed run"
     history.begin(kept.candidates()[0])
-    assert logged(history.output) == [], "it cannot go on after steps that are not before it"
+    assert logged(history.output) == [], "the logs have later steps of another history"
     assert logged(history.output / "earlier_2") == [[*range(5)]] * 2
     assert history.saved == []
 
@@ -411,7 +411,7 @@ def test_a_model_that_the_second_run_starts_from_is_copied(config) -> None:
 
 
 class ElasticHistory(History):
-    """As many ranks log samples as there are: all that `Checkpointing` has the files of a checkpoint say of them."""
+    """A run with sample logs of a changing number of ranks. Its checkpoints contain only the sizes of these logs."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -419,7 +419,7 @@ class ElasticHistory(History):
         self.earlier: dict[str, int] = {}
 
     def go_on(self, num_ranks: int, last: int, *, saved: int | None) -> None:
-        """From the newest checkpoint on up to the step `last`; `saved` after as many."""
+        """Continues from the newest checkpoint up to step `last`, and saves at step `saved`."""
         found = self.checkpoints.candidates()
         self.earlier = open_history(self.config, found[0]) if found else {}
         logs = [SampleLog(self.config.output_dir, f"sample_ids/rank{rank}.jsonl") for rank in range(num_ranks)]
@@ -440,7 +440,7 @@ class ElasticHistory(History):
         self.checkpoints.complete(step, write_files(self.checkpoints.begin(step), files), run, keep=0)
 
     def logged(self) -> list[tuple[int, int, int]]:
-        """(step, number of ranks, rank) of all that was logged."""
+        """Returns (step, number of ranks, rank) of all log entries."""
         lines = [line for path in self.output.glob("sample_ids/*") for line in path.read_text().splitlines()]
         return sorted((record["step"], record["of"][1], record["of"][0]) for record in map(json.loads, lines))
 
@@ -448,8 +448,8 @@ class ElasticHistory(History):
 def test_ranks_that_come_and_go_leave_every_sample_in_the_logs_once(config) -> None:
     run = ElasticHistory(config())
     run.go_on(4, 3, saved=2)
-    run.go_on(2, 5, saved=4)  # ranks 2 and 3 of before are gone; what they logged before its checkpoint is not
-    run.go_on(5, 6, saved=None)  # whose ranks 2 to 4 the checkpoint does not know
+    run.go_on(2, 5, saved=4)  # old ranks 2 and 3 are gone, their saved logs are not
+    run.go_on(5, 6, saved=None)  # ranks 2 to 4 are not in the checkpoint
     run.go_on(3, 7, saved=6)
     run.go_on(4, 6, saved=None)
     worlds = [4, 4, 2, 2, 3, 3, 4]
@@ -468,12 +468,12 @@ def test_a_run_that_begins_anew_keeps_the_logs_of_another_apart(config, caplog, 
     for number, folder in enumerate([run.output / "earlier_1", run.output / "earlier_2", run.output]):
         assert logged(folder) == [[0, 1, number + 2]] * 2
         assert (folder / "trace" / "rank0.json").read_text() == f"[{number}]"
-        assert read_run(folder).records[-1]["step"] == number + 2, "the report reads it"
+        assert read_run(folder).records[-1]["step"] == number + 2, "the report can read it"
     assert caplog.text.count("the logs and exported models of an earlier run are now in") == 2
 
 
 def test_a_run_goes_on_from_its_checkpoints_and_not_after_the_logs_of_another(history, config) -> None:
-    """That it was begun anew in between, without checkpoints of its own."""
+    """Between two runs, another run without checkpoints used the folder."""
     other = History(config("checkpoint={save_interval: 0, resume: none}"))
     other.begin()
     other.log(0, 1, 2)
@@ -490,7 +490,7 @@ def test_a_run_that_goes_on_from_anothers_checkpoint_begins_logs_and_checkpoints
     branch.begin(history.checkpoints.candidates()[0])
     assert logged(branch.output) == [] and branch.saved == []
     assert logged(branch.output / "earlier_1") == [[*range(4)]] * 2
-    assert logged(history.output) == [[*range(7)]] * 2 and history.saved == [6, 4, 2], "the other's are left alone"
+    assert logged(history.output) == [[*range(7)]] * 2 and history.saved == [6, 4, 2], "the other run's folders stay"
 
 
 def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_are(history, config) -> None:
@@ -502,7 +502,7 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_ar
 
 @pytest.fixture
 def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
-    """As the ranks of a job do whose actor's leader is rank 1; the error of that one."""
+    """Returns a function for claiming folders on all ranks. Rank 1 is the actor's leader, and its error is raised."""
     monkeypatch.setattr(resuming.lock_folder, "__kwdefaults__", {"wait_s": 0.0, "advance": lambda: None})
 
     def on_all(config: Config) -> None:

@@ -30,7 +30,7 @@ def reward(function: str, **options: Any) -> RewardFunction:
 
 
 def answers(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answer]:
-    """As a worker gets them, with samples that went to and fro as JSON."""
+    """Computes answers like a worker: samples arrive as JSON."""
     fields = function.convention.fields
     arrived = [Scorable(**json.loads(json.dumps(sample.message(fields)))) for sample in samples]
     batches = [[sample] for sample in arrived]
@@ -117,7 +117,7 @@ def test_other_forms_of_verl_s(name: str) -> None:
 
 
 def groups(*texts: Sequence[str], **fields: Any) -> list[Scorable]:
-    """Samples of several prompts; the response mask stands for the group."""
+    """Returns samples of several prompts. The response mask identifies the group."""
     return [
         Scorable("p", text, "", response_mask=[bool(group % 2)], response_ids=[1, 2, 3], group=group, **fields)
         for group, of_group in enumerate(texts)
@@ -211,7 +211,7 @@ def test_calls_of_an_asynchronous_function_are_in_flight_together() -> None:
     ("response", "errors", "timeouts"), [("sleep", 0, 1), ("die", 1, 0), ("exit", 1, 0), ("block", 0, 1)]
 )
 def test_one_of_many_calls_in_flight_costs_its_own_sample(response: str, errors: int, timeouts: int) -> None:
-    """Also where it takes the process along, or holds it up."""
+    """This includes calls that end or block the process."""
     samples = [Scorable("p", text, "") for text in ("a", "b", response, "c")]
     with OneFunction(reward("together"), timeout_s=1, num_workers=1, calls_in_flight=4) as scorer:
         scorer.score(samples[:1])

@@ -1,4 +1,4 @@
-"""The reward role: what its functions are given, how scores are gathered, what is reported of them."""
+"""The reward role: inputs of its functions, gathering of scores, and metrics."""
 
 import json
 import logging
@@ -41,7 +41,8 @@ Sample = tuple[float, int, bool]
 def scored(
     part: list[Sample], errors: int = 0, timeouts: int = 0, failure: str | None = None
 ) -> tuple[Experience, Scores]:
-    """Samples of (reward, response tokens, truncated), each behind a prompt of three tokens, scored by one function."""
+    """Returns samples of (reward, response tokens, truncated), each with a prompt of three tokens, scored by one
+    function."""
     rewards = [reward for reward, _, _ in part]
     experience = packed_experience([(3, length) for _, length, _ in part]).with_fields(
         rewards=torch.tensor(rewards), truncated=torch.tensor([cut for _, _, cut in part], dtype=torch.bool)
@@ -50,7 +51,7 @@ def scored(
 
 
 def metrics_of(by_rank: list[list[list[Sample]]]) -> dict[str, float]:
-    """By rank its chunks; every rank counts an error in its first chunk."""
+    """Returns the metrics of all ranks from their chunks. Every rank counts an error in its first chunk."""
     records = []
     for chunks in by_rank:
         of_rank = RewardStatistics()
@@ -79,7 +80,7 @@ def test_the_metrics_are_what_they_are_called():
 
 
 def test_what_each_source_got_and_earned():
-    """Two ranks, of which one has no sample of the second source."""
+    """One of the two ranks has no sample of the second source."""
     ranks = [RewardStatistics(), RewardStatistics()]
     for of_rank, sources, rewards in ((ranks[0], ["a", "b"], [1.0, 0.5]), (ranks[1], ["a", "a"], [0.0, 0.5])):
         experience, scores = scored([(reward, 1, False) for reward in rewards])
@@ -88,7 +89,9 @@ def test_what_each_source_got_and_earned():
     metrics = RewardStatistics.metrics([json.loads(json.dumps(of_rank.record())) for of_rank in ranks])
     of_sources = {name: value for name, value in metrics.items() if "/" in name}
     assert of_sources == {"reward_mean/a": 0.5, "reward_mean/b": 0.5, "share/a": 0.75, "share/b": 0.25}
-    assert is_of_one_function("reward_mean/a") and not is_of_one_function("share/a"), "evaluations report the former"
+    assert is_of_one_function("reward_mean/a") and not is_of_one_function("share/a"), (
+        "only the first one is reported by evaluations"
+    )
 
 
 @given(samples, st.data())
@@ -107,7 +110,7 @@ def test_equal_rewards_have_no_spread():
 
 
 def of_two_functions(numbers: list[float], skipped: frozenset[int] = frozenset()) -> RewardStatistics:
-    """The function "form" fails on one sample; "answer" is not for those that are `skipped`, and counts steps."""
+    """Function "form" fails on one sample. Function "answer" counts steps and skips the samples in `skipped`."""
     experience = packed_experience([(3, 2)] * len(numbers)).with_fields(rewards=torch.tensor(numbers))
     form = Scores([0.0] * len(numbers), 1, 0, "no text")
     answer = Scores(numbers, 0, 0, skipped=skipped, metrics={"steps": (6.0, 2), "mean": (1.0, 1), "a/b c": (3.0, 3)})
@@ -146,7 +149,7 @@ def test_greedy_samples_are_reported_apart():
     alone.add(*scored([part[0], part[2]], errors=1))
     assert metrics.pop("greedy_reward_mean") == 7.0
     assert metrics == RewardStatistics.metrics([alone.record()])
-    assert of_rank.sums["samples"] == 3, "failures are judged by all that were scored"
+    assert of_rank.sums["samples"] == 3, "the share of failures is of all scored samples"
 
 
 def test_what_stands_in_a_record_can_be_sent_as_json():
@@ -155,7 +158,7 @@ def test_what_stands_in_a_record_can_be_sent_as_json():
 
 
 def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **reward: Any) -> RewardRole:
-    """On ranks 4 and 6, with what gathering needs of it."""
+    """Returns a role on ranks 4 and 6 with only the parts used in gathering."""
     role = RewardRole.__new__(RewardRole)
     settings = schema.Reward(max_failures=max_failures, **reward)
     role.limit = FailureLimit(load_rewards(settings), settings)
@@ -178,7 +181,7 @@ def test_the_leader_has_the_metrics_of_all_ranks_and_the_others_go_on():
     assert reward_role(6, shared)._gather("score", 3, of_rewards(1.0, 0.0)) == {}
     metrics = reward_role(4, shared)._gather("score", 3, of_rewards(1.0, 1.0))
     assert metrics["reward_mean"] == pytest.approx(0.75)
-    assert not shared, "nothing is left behind"
+    assert not shared, "the store still has keys"
 
 
 def test_steps_and_evaluations_are_told_apart():
@@ -191,7 +194,7 @@ def test_steps_and_evaluations_are_told_apart():
 
 
 def test_the_leader_joins_weight_syncs_while_it_waits():
-    """The other rank may be an engine that is in one already, and scores only after it."""
+    """The other rank may be an engine inside a sync. It scores only after the sync."""
     shared: dict[str, str] = {}
     leader, other = reward_role(4, shared), reward_role(6, shared)
     joined = threading.Event()
@@ -214,7 +217,7 @@ def of_failures(errors: int, timeouts: int, num_samples: int = 4, failure: str |
 
 
 def failures_of_a_step(leader: RewardRole, *failures: tuple[int, int], step: int = 0) -> None:
-    """Two ranks with 4 samples each of which some fail by (errors, timeouts)."""
+    """Scores 4 samples on each of two ranks, with (errors, timeouts) per rank."""
     shared = leader.records.job_store.shared  # type: ignore[attr-defined]
     assert reward_role(6, shared)._gather("score", step, of_failures(*failures[1], failure="rank 6's")) == {}
     leader._gather("score", step, of_failures(*failures[0], failure="rank 4's" if any(failures[0]) else None))
@@ -232,7 +235,7 @@ def failures_of_a_step(leader: RewardRole, *failures: tuple[int, int], step: int
     ],
 )
 def test_too_many_failures_of_the_first_step_end_the_job(max_failures, failures, num_failed):
-    """Counted over all ranks. Where any may fail, all of the first may not."""
+    """Failures are counted over all ranks. Even if any sample may fail, not all samples of the first step may."""
     leader = reward_role(4, {}, max_failures)
     if num_failed is None:
         failures_of_a_step(leader, *failures)
@@ -280,7 +283,7 @@ TWO = ({"function": "exact_match", "name": "form"}, {"function": "math"})
 
 
 def statistics_of_two_functions(form: int, math: int, unscored: int = 0) -> RewardStatistics:
-    """Of 4 samples, so many of which each function failed on, and which none is for."""
+    """Returns the statistics of 4 samples, with numbers of failures per function and of samples without a function."""
     experience, _ = scored([(0.0, 2, False)] * 4)
     failed = {
         title: Scores([0.0] * 4, number, 0, f"that of {title}") for title, number in (("form", form), ("math", math))
@@ -334,7 +337,7 @@ def share_of(groups: dict[int, list[float]]) -> float | None:
     ],
 )
 def test_groups_without_a_spread_are_counted(groups: dict[int, list[float]], share: float | None) -> None:
-    """A single sample has nothing to be compared with."""
+    """A single sample cannot be compared with others."""
     assert share_of(groups) == share
 
 
@@ -443,7 +446,7 @@ def scorables(folder: Path, *functions: str, label_key: str | None = "label", ro
 
 
 def drawn(folder: Path, *functions: str, **kwargs: Any) -> Any:
-    """The second of two samples, of the second row: a prompt of 3 tokens, then "AB"."""
+    """Returns the second of two samples, of the second row: a prompt of 3 tokens, then "AB"."""
     experience = packed_experience([(3, 2), (3, 2)]).with_fields(
         prompt_ids=torch.tensor([0, 1]),
         tokens=torch.tensor([5, 6, 7, 33, 34] * 2),
@@ -453,7 +456,7 @@ def drawn(folder: Path, *functions: str, **kwargs: Any) -> Any:
 
 
 def test_records_of_samples_have_what_the_model_was_shown(tmp_path: Path) -> None:
-    """The whole text with special tokens, where it differs from the row's; nothing of the response."""
+    """A record has the whole text with special tokens if it differs from the row's, and nothing of the response."""
     source, tokenizer = scorables(tmp_path, "math"), byte_tokenizer()
     texts = [("<eos>[user]a\n[bot]", "1"), ("b", "2"), ("", ""), ("c", "3")]
     ids = [(tokenizer(prompt)["input_ids"], tokenizer(response)["input_ids"]) for prompt, response in texts]

@@ -1,4 +1,4 @@
-"""What the rollout saves of its unfinished work, and how generation goes on from that."""
+"""The saved state of unfinished rollouts, and generation after a resume."""
 
 import json
 import tempfile
@@ -44,7 +44,7 @@ prompts = st.lists(st.integers(0, 200_000), min_size=1, max_size=5).map(tuple)
 
 @st.composite
 def samples(draw: st.DrawFn, number: int, prompt: tuple[int, ...], status: Status) -> Sample:
-    """Tokens that the model drew and tokens that it did not draw are mixed."""
+    """Tokens of the model and other tokens are mixed."""
     length = draw(st.integers(status != Status.PENDING, 5))
 
     def per_token(values: st.SearchStrategy[Any]) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def samples(draw: st.DrawFn, number: int, prompt: tuple[int, ...], status: Statu
 
 
 def routing_of(number: int, num_tokens: int) -> RecordedRouting | None:
-    """In two layers, of three experts each."""
+    """Returns a routing in two layers with three experts each."""
     experts = np.arange(number, number + num_tokens * 6).reshape(-1, 2, 3) % 128
     return RecordedRouting(experts.astype(np.int8)) if num_tokens else None
 
@@ -85,7 +85,7 @@ def groups(draw: st.DrawFn, position: int) -> SampleGroup:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> list[RolloutState]:
-    """What the engines of a run leave: each position has been handed over, is at one engine, or is free."""
+    """Draws the states of a run's engines. Each position is handed over, at one engine, or free."""
     below = draw(st.integers(0, 20))
     fates = draw(st.lists(st.sampled_from(["handed over", "dropped", "free", 0, 1, 2, "dropped by 1"]), max_size=8))
     dropped = [below + i for i, fate in enumerate(fates) if fate == "dropped"]
@@ -179,11 +179,11 @@ def test_every_position_goes_to_one_engine_whatever_their_number(saved, num_engi
         for start in starts
         for p, group in zip(positions_held(start.state), start.state.begun + start.state.drawn, strict=True)
     }
-    assert after == before, "whole, and nothing that was begun is begun anew"
+    assert after == before, "every group is whole, and no begun group is begun again"
     records = {p: record for start in starts for p, record in start.state.records.items()}
     assert records == {p: record for state in saved for p, record in state.records.items()}
     assert all(start.state.records.keys() <= {*positions_held(start.state)} for start in starts)
-    assert all(start.returned == tuple(sorted(start.returned)) for start in starts), "earlier ones first"
+    assert all(start.returned == tuple(sorted(start.returned)) for start in starts), "earlier positions come first"
 
 
 @given(cuts(), st.integers(1, 4))
@@ -195,7 +195,7 @@ def test_saving_what_was_dealt_out_changes_nothing(saved, num_engines):
 
 @given(cuts(), st.integers(1, 4), st.integers(0, 12))
 def test_a_run_that_draws_steps_again_finds_open_what_they_took(saved, num_engines, step):
-    """And what was begun or drawn for later ones; what was dropped stays so."""
+    """Positions for later steps are open too. Dropped positions stay dropped."""
     starts = share_out([state.trained_before(step) for state in saved], num_engines)
     again = {position for of, positions in saved[0].ahead.items() if of >= step for position in positions}
     consumed = share_out(saved, 1)[0].state.consumed
@@ -242,8 +242,8 @@ def draw_step(setting: Setting, loop: GenerationLoop, step: int) -> list[Chunk]:
 
 
 def draw_until(setting: Setting, jobs: Jobs, cut: int) -> tuple[list[list[Chunk]], list[RolloutState]]:
-    """By engine: the chunks of the steps before `cut`, and what it leaves there. Engines then go on for a step, as they
-    do in a job that saves: what that takes of the stream, others of them may not have left yet."""
+    """Returns by engine the chunks of the steps before `cut`, and its state there. Engines then continue for a step, as
+    in a job that saves. This step may take positions of the stream that other engines have not reached."""
 
     def engine(rank: int, own: dist.Store) -> tuple[list[Chunk], RolloutState]:
         loop = setting.loop(rank, own)
@@ -258,7 +258,7 @@ def draw_until(setting: Setting, jobs: Jobs, cut: int) -> tuple[list[list[Chunk]
 
 
 def draw_from(setting: Setting, jobs: Jobs, cut: int, starts: list[EngineStart]) -> list[list[Chunk]]:
-    """By engine, the chunks of the steps from `cut` on; their tokens are drawn by version 1."""
+    """Returns by engine the chunks of the steps from `cut` on. Version 1 generates their tokens."""
 
     def engine(rank: int, own: dist.Store) -> list[Chunk]:
         loop = setting.loop(rank, own, starts[rank])
@@ -273,7 +273,7 @@ def groups_drawn(by_engine: list[list[Chunk]]) -> list[SampleGroup]:
 
 
 def assert_complete(setting: Setting, before: list[list[Chunk]], after: list[list[Chunk]]) -> None:
-    """Every position is in one chunk, every group at one engine, and every token of it was drawn once."""
+    """Every position is in one chunk, every group at one engine, and every token was generated once."""
     finished = [entry for chunks in (before[0], after[0]) for entries, _ in chunks for entry in entries]
     groups = groups_drawn(before) + groups_drawn(after)
     expected = [*range(NUM_STEPS * setting.per_step)]
@@ -285,7 +285,7 @@ def assert_complete(setting: Setting, before: list[list[Chunk]], after: list[lis
 
 
 def as_carried(state: list[RolloutState]) -> dict[int, list[int]]:
-    """Policy versions of the tokens that unfinished groups have, by sample."""
+    """Returns the policy versions of the tokens of unfinished groups, by sample."""
     return {
         sample.id: list(sample.policy_versions)
         for engine in state
@@ -297,7 +297,7 @@ def as_carried(state: list[RolloutState]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("cut", range(NUM_STEPS + 1))
 @pytest.mark.parametrize("partial", [False, True])
 def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
-    """Chunk by chunk, with partial rollouts too: what is unfinished comes first and in its old order."""
+    """The chunks are equal, also with partial rollouts. Unfinished samples come first, in their old order."""
     ahead = 3 if partial else 0
     setting = Setting(per_step=4, num_steps=NUM_STEPS, ahead=ahead, num_chunks=2, partial=partial, shared=False)
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
@@ -347,7 +347,7 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
 
 
 def test_a_group_that_was_done_too_early_is_handed_over_without_being_drawn_again(jobs):
-    """Its ticket is entered anew."""
+    """Its ticket is entered again."""
     setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
     loop = setting.loop(0, *jobs.start(1))
     loop.run(0, 0)
@@ -369,7 +369,7 @@ def test_saving_does_not_disturb_the_run_that_goes_on_itself(jobs):
         chunks.append(positions(loop.run(step, 0)[0]))
         loop.state()
     assert sorted(chain(*chunks)) == [*range(8)]
-    assert chunks[0] == [1, 2], "group 0 was not waited for"
+    assert chunks[0] == [1, 2], "the step did not wait for group 0"
 
 
 STEPS, PER_STEP, SAMPLES_PER_PROMPT = 5, 4, 2
@@ -378,13 +378,13 @@ AHEAD = {"mode": "asynchronous", "max_staleness": 1, "partial_rollouts": True}
 
 
 def response_length(sample: int) -> int:
-    """Long-tailed."""
+    """Returns a length from a distribution with a long tail."""
     return 30 if sample % 11 == 0 else 1 + sample * 5 % 7
 
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[None]:
-    """Engines without a model."""
+    """Replaces the engines by engines without a model."""
 
     def build(*_: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={}, metrics=dict)
@@ -400,7 +400,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, resumed: Resumed | None) -> RolloutRole:
-    """One of `num_engines` engines of one rank each."""
+    """Returns one of `num_engines` engines of one rank each."""
     rows, order = SimpleNamespace(prompt_tokens=lambda row: (row, row + 1)), PromptOrder(100, seed=0, shuffle=True)
     prompts = SimpleNamespace(
         train=rows,
@@ -428,14 +428,14 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
 
 
 def draw(rollout: RolloutRole, step: int, chunk: int = 0) -> list[int]:
-    """Ids of the chunk's samples that this engine drew."""
+    """Returns the ids of this engine's samples in the chunk."""
     rollout.generate(step, chunk)
     ids: list[int] = rollout.shipments.pop(("samples", step, chunk)).experience.sample_ids.tolist()
     return ids
 
 
 def draw_steps(jobs: Jobs, config: Config, steps: range, num_engines: int, folder: Path, **job: Any) -> list[int]:
-    """The samples that all engines drew for `steps`; what they are left with is saved in `folder`."""
+    """Returns the samples of all engines for `steps`. Their remaining state is saved in `folder`."""
 
     def engine(rank: int, store: dist.Store) -> list[int]:
         rollout = rollout_of(config, rank, num_engines, store, job.get("resumed"))
@@ -460,7 +460,7 @@ def test_every_sample_is_drawn_in_one_of_the_two_jobs(jobs, tmp_path, cut, engin
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One of several jobs of a run: what its config says, and the step before which it is cut."""
+    """One of several jobs of a run: its config, and the step before which it is cut."""
 
     config: Config
     num_engines: int
@@ -480,7 +480,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def job_plans(draw: st.DrawFn) -> list[JobPlan]:
-    """The last job comes to the end of the run. Some have the schedule of the job before."""
+    """Draws jobs. The last one reaches the end of the run. Some have the schedule of the previous job."""
     cuts = sorted(draw(st.sets(st.integers(1, STEPS - 1), min_size=1, max_size=2)))
     plans: list[JobPlan] = []
     for cut in (*cuts, STEPS):
@@ -491,7 +491,7 @@ def job_plans(draw: st.DrawFn) -> list[JobPlan]:
 
 
 class ScoringByScript(ScriptedFilter):
-    """Scores groups as role reward does, by a script."""
+    """A stand-in for role reward. It scores groups by a script."""
 
     def hand_over(self, step: int, chunk: int, experience: Experience, records: Any) -> Experience:
         assert all(record == f"of {group.position}" for group, record in records)
@@ -499,8 +499,8 @@ class ScoringByScript(ScriptedFilter):
 
 
 def draw_job(jobs: Jobs, plan: JobPlan, dull: Collection[int], folder: Path, resumed: Resumed | None) -> Any:
-    """By engine: positions that it drew, by step; positions that it dropped; and what it leaves. A checkpoint of what
-    all leave is in `folder`."""
+    """Returns by engine its positions by step, its dropped positions, and its final state. `folder` gets a checkpoint
+    of all final states."""
     shape, placement = RunShape.of(plan.config), place(plan.config.placement)
 
     def engine(rank: int, store: dist.Store) -> Any:
@@ -528,7 +528,7 @@ def draw_job(jobs: Jobs, plan: JobPlan, dull: Collection[int], folder: Path, res
 @settings(max_examples=12, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(job_plans(), st.sets(st.integers(0, 40), max_size=12))
 def test_every_group_is_trained_on_or_dropped_once_whatever_changes_between_jobs(jobs, plans, dull):
-    """Of experience that crosses a cut, a job that goes on with it trains on it, and others draw its groups again."""
+    """After a cut, a job with the same schedule trains on crossing experience. Other jobs generate its groups again."""
     trained: dict[int, list[int]] = {}
     dropped: list[int] = []
     resumed = None
@@ -547,13 +547,13 @@ def test_every_group_is_trained_on_or_dropped_once_whatever_changes_between_jobs
     assert {step: len(of) for step, of in trained.items()} == dict.fromkeys(range(STEPS), PER_STEP)
     held = [group.position for _, _, state in by_engine for group in (*state.begun, *state.drawn)]
     found = Counter([*chain(*trained.values()), *dropped, *held])
-    assert found == Counter(range(len(found))), "each once, and none is left out"
+    assert found == Counter(range(len(found))), "each position comes exactly once"
     assert dropped or found == Counter(range(STEPS * PER_STEP))
 
 
 @pytest.mark.usefixtures("scripted")
 def test_under_another_schedule_a_step_takes_what_the_steps_before_have_left(jobs, tmp_path):
-    """Group 5 was waiting behind long ones while 6, 7 and 8 were trained on."""
+    """Group 5 waited for long groups while 6, 7 and 8 were trained on."""
     before = draw_steps(jobs, config_of(), range(2), 1, tmp_path / "first")
     trained_on = {sample // SAMPLES_PER_PROMPT for sample in before}
     assert trained_on == {0, 1, 2, 3, 4, 6, 7, 8}
@@ -566,7 +566,7 @@ def test_under_another_schedule_a_step_takes_what_the_steps_before_have_left(job
 
 @pytest.mark.usefixtures("scripted")
 def test_prompts_that_were_dropped_are_of_no_step(jobs, tmp_path):
-    """Two steps of four were handed over."""
+    """Two steps of four groups were handed over."""
     state = RolloutState(Consumed(10, num_dropped=2))
     write_files(tmp_path / "rollout", {"engine_00000.safetensors": state.contents()})
     (store,) = jobs.start(1)
@@ -578,7 +578,7 @@ def test_prompts_that_were_dropped_are_of_no_step(jobs, tmp_path):
 
 @pytest.fixture
 def a_step_ahead(jobs: Jobs, tmp_path: Path) -> Resumed:
-    """Saved after two steps of training, with generation one step ahead of it."""
+    """Returns a checkpoint after two steps of training, with generation one step ahead."""
     draw_steps(jobs, config_of(schedule=AHEAD), range(3), 1, tmp_path)
     return Resumed(tmp_path, 2)
 

@@ -1,4 +1,4 @@
-"""Rounds of a reshard: their sizes, how ranks agree on them, which streams order them."""
+"""Rounds of a reshard: their sizes, their agreement between ranks, their order by streams."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,19 +44,19 @@ from tests.support.model_shards import tiny_architecture
 from tests.support.shared_store import on_ranks, open_store
 
 TYPES = np.array([0, 1, 3, 2, 0], dtype=np.uint8)
-"""Of five tensors on the wire."""
+"""Element types of five tensors on the wire."""
 SENDER = 9
 
 
 @dataclass
 class End:
-    """One end of some streams: its transfers, and its parameters as bytes, every one with padding around boxes."""
+    """One end of some streams: its transfers, and its parameters as bytes with padding around boxes."""
 
     transfers: np.ndarray
     parameters: list[np.ndarray]
 
     def bytes_of(self, box: np.void) -> np.ndarray:
-        """[rows, cols * item] view of where a box lies."""
+        """Returns the [rows, cols * item] view of a box in its parameter."""
         item = int(ITEM_BYTES[TYPES[box["tensor"]]])
         start = self.parameters[box["parameter"]][int(box["offset"]) * item :]
         return np.lib.stride_tricks.as_strided(
@@ -66,7 +66,7 @@ class End:
 
 @st.composite
 def placed(draw: st.DrawFn, boxes: np.ndarray) -> End:
-    """`boxes` in parameters: each in its own, or several behind each other without a gap."""
+    """Puts `boxes` into parameters, each into its own or several without a gap into one."""
     transfers = boxes.copy()
     sizes: list[int] = []
     for number, box in enumerate(transfers):
@@ -97,7 +97,7 @@ def transfers_to_peers(draw: st.DrawFn) -> np.ndarray:
 
 
 def spread(made: Cut, number: int, end: End, staging: np.ndarray, *, pack: bool) -> None:
-    """Copy the staged boxes of a round from their parameters to the staging buffer, or back."""
+    """Copies the staged boxes of a round from their parameters to the staging buffer, or back."""
     for i in range(made.starts[number], made.starts[number + 1]):
         box, item = made.boxes[i], int(ITEM_BYTES[made.types[i]])
         inside = end.bytes_of(box)
@@ -109,7 +109,7 @@ def message_bytes(made: Cut, i: int, end: End, staging: np.ndarray) -> np.ndarra
     messages = made.messages
     memory = staging if messages.parameters[i] < 0 else end.parameters[messages.parameters[i]]
     found = memory[messages.offsets[i] :][: messages.sizes[i]]
-    assert len(found) == messages.sizes[i], "the message lies in its memory"
+    assert len(found) == messages.sizes[i], "the message must fit in its memory"
     return found
 
 
@@ -136,7 +136,7 @@ def test_every_element_arrives_once_through_bounded_buffers(data: st.DataObject)
         receivers[peer] = end, cut(receiving, rounds, held, large_bytes)
     assert large_bytes is not None or (packs.messages.parameters == -1).all()
     cast, staged = (x[(held != TYPES)[x["tensor"]]] for x in (boxes, packs.boxes))
-    assert elements(staged).sum() == elements(cast).sum(), "what is cast is staged"
+    assert elements(staged).sum() == elements(cast).sum(), "all cast elements are staged"
     for number in range(rounds.count):
         out = np.zeros(bucket_bytes, dtype=np.uint8)
         into = {peer: np.zeros(bucket_bytes, dtype=np.uint8) for peer in receivers}
@@ -220,14 +220,14 @@ def test_runs_at_fixed_places_do_not_meet(boxes: np.ndarray, count: int) -> None
     for number in range(count):
         for i in range(packs.messages.starts[number], packs.messages.starts[number + 1]):
             stream = made.peers.tolist().index(packs.messages.peers[i])
-            assert packs.messages.offsets[i] == places[stream], "where a receiver looks, whatever the round"
+            assert packs.messages.offsets[i] == places[stream], "a receiver reads at this place in every round"
             assert packs.messages.offsets[i] + packs.messages.sizes[i] <= end[stream]
 
 
 @settings(max_examples=50)
 @given(transfers_to_peers(), st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_equal_streams_are_kept_once(boxes: np.ndarray, same_as: list[int]) -> None:
-    """Peers 3 to 8 get what peers 0 to 2 get, or nothing where these get nothing."""
+    """Peers 3 to 8 get copies of the streams of peers 0 to 2, or nothing if these get nothing."""
     copies = [boxes[boxes["peer"] < 3]]
     for peer, original in enumerate(same_as, start=3):
         copies.append(boxes[boxes["peer"] == original].copy())
@@ -242,7 +242,7 @@ def test_equal_streams_are_kept_once(boxes: np.ndarray, same_as: list[int]) -> N
 
 
 def steps_of_third_rank(neighbours: tuple[int, ...]) -> Steps:
-    """Of a sync from ranks 0 and 1 to 2 and 3, where 2 hands on to 3."""
+    """Returns the steps of rank 2 in a sync from ranks 0 and 1 to 2 and 3. Rank 2 forwards to rank 3."""
     architecture = tiny_architecture("llama")
     made = plan(
         megatron_layout(architecture, Grid((0, 1), tp=2)),
@@ -286,7 +286,7 @@ def test_what_a_neighbour_has_packed_is_unpacked_from_its_slots() -> None:
         read = steps.slices[shared.unpack[number] : shared.unpack[number + 1]]
         assert set(packed["dst_base"].tolist()) == {steps.bases.slots + number % 2}
         assert set(read["src_base"].tolist()) == {steps.bases.slots + 2 + number % 2}
-        assert (read["src_offset"] * 2).min() == 96, "in bfloat16, from where the neighbour has put it"
+        assert (read["src_offset"] * 2).min() == 96, "read in bfloat16 from the place of the neighbour's write"
 
 
 @given(st.integers(1, 300))
@@ -312,7 +312,7 @@ def test_every_rank_has_the_sum_and_the_largest(num_ranks: int) -> None:
             group.barrier().wait()
 
     whole = torch.stack(numbers)
-    expected = [whole.sum(0).tolist(), whole.max(0).values.tolist()] * 2  # the sum wraps around, as in _imbalance
+    expected = [whole.sum(0).tolist(), whole.max(0).values.tolist()] * 2  # the sum wraps around, like in _imbalance
     with open_store() as store:
         assert on_ranks(store, of_rank, num_ranks) == [expected] * num_ranks
 
@@ -339,7 +339,7 @@ def of_all_ranks(case: Case) -> dict[int, RankPlan]:
 
 
 class Agreed:
-    """In the place of Agreement: what all ranks would settle."""
+    """A stand-in for Agreement with the results of all ranks."""
 
     plans: dict[int, RankPlan]
 
@@ -369,7 +369,7 @@ class Agreed:
 
 
 class Table:
-    """In the place of CopyTable: a launch reads and writes what its slices say."""
+    """A stand-in for CopyTable. A launch reads and writes the places in its slices."""
 
     device: Device
     num_launches = 0
@@ -401,7 +401,7 @@ class Table:
 
 
 class Operation(NamedTuple):
-    """In the place of dist.P2POp."""
+    """A stand-in for dist.P2POp."""
 
     op: Callable[..., Any]
     tensor: Tensor
@@ -411,7 +411,7 @@ class Operation(NamedTuple):
 
 
 class StreamWork:
-    """NCCL's: a wait is the current stream's."""
+    """Work of NCCL: the current stream waits for it."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device, self._clock = device, dict(stream.clock)
@@ -421,7 +421,7 @@ class StreamWork:
 
 
 class HostWork:
-    """gloo's: a wait is the host's."""
+    """Work of gloo: the host waits for it."""
 
     def __init__(self, device: Device, message: Actor) -> None:
         self._device, self._message = device, message
@@ -431,7 +431,7 @@ class HostWork:
 
 
 class Group:
-    """A process group whose messages read and write on `device`, and move nothing."""
+    """A process group with messages that read and write on `device`, but move nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -453,7 +453,8 @@ class Group:
 
 
 def run_rank(case: Case, device: Device, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Two syncs of one rank between an update of its weights and a use of what came; the number of rounds of one."""
+    """Runs two syncs of one rank between an update of its weights and a use of the result. Returns the rounds of one
+    sync."""
     plans = of_all_ranks(case)
     group: Any = Group(device)
     device.install(monkeypatch)
@@ -536,7 +537,7 @@ SENDS = FANS_OUT._replace(rank=0)
 
 
 def without(owner: type, name: str, stream: str | None = None) -> Any:
-    """A wait that is left out, of all streams or of one."""
+    """Returns a patch that leaves out a wait, of all streams or of one."""
     wait = getattr(owner, name)
 
     def left_out(self: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routers of experts: their losses, and routing that is replayed."""
+"""Routers of experts: their losses, and replayed routing."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def make_router(family: str) -> SampleRouter:
 
 
 def formula(router: SampleRouter, logits: Tensor, lengths: list[int], shares: Tensor) -> tuple[Tensor, Tensor]:
-    """(balance, z) of DeepSeek-V3's equations 17 to 20 and ST-MoE's equation 5, sample by sample."""
+    """Returns (balance, z) by DeepSeek-V3's equations 17 to 20 and ST-MoE's equation 5, sample by sample."""
     balance, size = torch.zeros(()).double(), torch.zeros(()).double()
     for of_sample, share in zip(logits.split(lengths), shares, strict=True):
         scores = of_sample.softmax(-1) if router.score_function == "softmax" else of_sample.sigmoid()
@@ -185,8 +185,8 @@ def test_they_are_packed_in_bytes_and_cut_by_tokens(num_experts: int, num_tokens
 
 @pytest.mark.parametrize("num_experts", [8, 300])
 def test_samples_bring_what_was_recorded_and_nothing_of_other_tokens(num_experts: int) -> None:
-    """The engine has not fed the last token; what an environment said behind the last turn it has not seen either; and
-    it does not record what somebody else drew."""
+    """The engine has not fed the last token, nor the environment's answer to the last turn. It does not record tokens
+    of other models."""
     shape = shape_of(num_experts)
     dtype = np.int8 if num_experts == 8 else np.int16
 
@@ -257,7 +257,7 @@ def test_what_is_found_is_what_gives_the_same() -> None:
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([1, 2]))
 def test_every_rank_is_given_the_choices_of_its_rows_and_layers(lengths: list[int], cp: int, tp: int) -> None:
-    """Numbers tell whose they are: token * 10 + layer, below 128 for these few."""
+    """Numbers identify token and layer: token * 10 + layer, below 128 for these few."""
     moe = ExpertLayers(num_experts=256, top_k=2, ffn_hidden_size=8, dense_layers=(1,))
     architecture = tiny_architecture("qwen3_moe", num_layers=3, moe=moe)
     shape, count = RoutingShape.of(architecture), sum(lengths)
@@ -291,5 +291,5 @@ def test_every_rank_is_given_the_choices_of_its_rows_and_layers(lengths: list[in
             assert torch.equal(experts[is_given, 0].long(), tokens * 10 + layer)
         nothing = given_choices(model, padding_alone(experience, 2 * tp, CPU))
         assert all((experts == NOT_RECORDED).all() and len(experts) == 2 for experts in nothing.values())
-    assert sorted(given_tokens) == [*range(count)], "of each token one row, and none of padding"
+    assert sorted(given_tokens) == [*range(count)], "one row per token, and none of padding"
     assert given_choices(model, padding_alone(make_experience(lengths), 4, CPU)) == {}

@@ -85,13 +85,13 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     assert rows_of(tmp_path / name) == ROWS
     assert rows_of(f"{tmp_path / name}@[1:3]") == ROWS[1:3]
     first, _ = next(iter(read_rows(tmp_path / name, ["meta.level"], "data.train.path")))
-    assert first.startswith(str(tmp_path / name)), "where the row stands"
+    assert first.startswith(str(tmp_path / name)), "the place begins with the file"
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if "jsonl" not in name or name.count(".") > 1])
 def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, name: str) -> None:
     if name == "lines.json":
-        return  # every line stands for itself
+        return  # every line is a row
     KINDS[name](tmp_path / name, [{"prompt": f"{number} {'é' * number}"} for number in range(300)])
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
@@ -163,7 +163,9 @@ def test_values_of_a_table_are_those_that_json_would_have(tmp_path: Path, name: 
 def test_slices(tmp_path: Path, part: str, expected: list[int]) -> None:
     (tmp_path / "rows.jsonl").write_bytes(LINES)
     assert rows_of(f"{tmp_path}/rows.jsonl{part}") == [ROWS[number] for number in expected]
-    assert rows_of(f"{tmp_path}{part}") == [ROWS[number] for number in expected], "of a folder alike"
+    assert rows_of(f"{tmp_path}{part}") == [ROWS[number] for number in expected], (
+        "a slice of a folder has the same rows"
+    )
 
 
 @pytest.mark.parametrize("part", ["@[1]", "@[-3:]", "@[a:b]", "@[0:10:2]"])
@@ -173,7 +175,7 @@ def test_what_is_no_slice(tmp_path: Path, part: str) -> None:
 
 
 def write_folder(folder: Path, **files: str) -> Path:
-    """Each file has one row, whose prompt is the given text."""
+    """Writes files of one row each. The prompt is the given text."""
     for name, prompt in files.items():
         path = folder / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +217,7 @@ def test_a_folder_with_several_splits_needs_the_one_that_is_meant(tmp_path: Path
 
 
 def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
-    """The form of save_to_disk: of one data set, and of several splits of one."""
+    """The folder has the form of save_to_disk, of one data set and of a data set with several splits."""
     for split, rows in (("train", ROWS), ("test", ROWS[:1])):
         folder = tmp_path / split
         folder.mkdir()
@@ -262,7 +264,7 @@ def test_a_copy_of_a_repository_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.train.split: got nothing; expected one of .*: train, test"):
         rows_of(tmp_path, subset="hard")
     (tmp_path / "README.md").write_text(README.replace("- config_name: easy", "- config_name: easy\n  default: true"))
-    assert prompts_of(tmp_path) == ["0"], "its default"
+    assert prompts_of(tmp_path) == ["0"], "the default subset"
     (tmp_path / "README.md").write_text("# No head\n")
     assert prompts_of(tmp_path, subset="easy") == ["0"]
 
@@ -305,7 +307,7 @@ def test_a_line_is_read_as_the_standard_reader_does(parts: tuple[bytes, bytes, s
     except ValueError as error:
         found = parse_line(line)
         assert isinstance(found, BadRow)
-        if isinstance(error, json.JSONDecodeError) and "BOM" not in error.msg:  # of a second one
+        if isinstance(error, json.JSONDecodeError) and "BOM" not in error.msg:  # the message for a second BOM differs
             assert str(found) == f"is not JSON: {error.msg} at column {error.colno}"
         return
     found = parse_line(line)
@@ -313,12 +315,12 @@ def test_a_line_is_read_as_the_standard_reader_does(parts: tuple[bytes, bytes, s
 
 
 PART_BYTES = 50
-"""Of files here: a line or a few."""
+"""Bytes of a part in these tests: one line or a few."""
 
 
 @pytest.fixture
 def small_parts() -> Any:
-    """What is large: every file."""
+    """Makes every file count as large."""
     with mock.patch.object(prompts, "INDEXED_BYTES", 1), mock.patch.object(row_index, "PART_BYTES", PART_BYTES):
         yield
 
@@ -327,7 +329,7 @@ tokenizer = cache(byte_tokenizer)
 
 
 def alone() -> JobStore:
-    """Of a job of one process."""
+    """Returns the store of a job with one process."""
     return JobStore(World(0, 1, 0, 1, torch.device("cpu"), dist.HashStore(), timeout_s=10))
 
 
@@ -345,7 +347,7 @@ def load(
 
 
 def told(file: schema.PromptFile, folder: Path | None, **data: Any) -> Any:
-    """Rows with their origins and what was left out of each source; or the refusal."""
+    """Returns rows with their origins and the dropped rows of each source, or the refusal."""
     try:
         dataset = load(file, folder, **data)
     except DataError as refusal:
@@ -361,7 +363,7 @@ def test_rows_with_long_responses_are_told_apart_as_in_held_files(tmp_path: Path
     rows = [{"prompt": "p", "response": "r" * number} for number in range(1, 12)]
     file = schema.PromptFile(path=str(jsonl(tmp_path, *rows)))
     limits: dict[str, Any] = {"needs": "response", "on_long_row": what}
-    for limit, num_long in ((6, 6), (7, 5)):  # another limit has an index of its own
+    for limit, num_long in ((6, 6), (7, 5)):  # another limit has a separate index
         found, held = (told(file, folder, max_response_tokens=limit, **limits) for folder in (tmp_path, None))
         assert found == held
         if what == "refuse":
@@ -421,7 +423,7 @@ def test_indexed_rows_are_those_that_are_held(
     held, indexed = told(file, None, **asked), told(file, folder / "indexes", **asked)
     assert indexed == held
     if not isinstance(held, str):
-        assert told(file, folder / "indexes", **asked) == held, "as it was found"
+        assert told(file, folder / "indexes", **asked) == held, "the second load uses the existing index"
         assert {path.suffix for path in (folder / "indexes").iterdir()} <= {".index", ".copies"}
 
 

@@ -51,7 +51,7 @@ def contents(value: float, num_values: int = 64) -> Contents:
 
 
 def save(folder: CheckpointFolder, step: int, keep: int = 2) -> None:
-    """As a job of two ranks does."""
+    """Saves like a job of two ranks."""
     partial = folder.begin(step)
     records: dict[str, FileRecord] = {}
     for rank in range(2):
@@ -94,11 +94,11 @@ def test_the_newest_ones_are_kept(gaps: list[int], keep: int) -> None:
 
 
 class Killed(BaseException):
-    """Stands for a process that ends before it does what it was about to."""
+    """The end of a process before its next operation."""
 
 
 class Disk:
-    """Counts what is done to files below `path`, and ends the process before operation number `last`."""
+    """A disk with a count of operations on files below `path`. It ends the process before operation number `last`."""
 
     OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
@@ -139,12 +139,12 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path,
         except Killed:
             folder.clear_partial()
             newest, *older = [found.step for found in folder.candidates() if damage(found.folder) is None]
-            assert newest == 6 or older == [2], "the newest is what has been renamed last, whatever `latest` says"
+            assert newest == 6 or older == [2], "the newest is the last renamed folder, not the one in `latest`"
             reached.append(newest)
             assert not list(folder.path.glob(".step_*"))
             save(folder, 8)
             assert steps(folder)[0] == 8 and damage(folder.path / name_of(8)) is None
-    assert reached == sorted(reached) and set(reached) == {4, 6}, "first it is not there, then it is"
+    assert reached == sorted(reached) and set(reached) == {4, 6}, "the checkpoint is absent first, then present"
     assert len(reached) > 10
 
 
@@ -206,7 +206,7 @@ def test_a_manifest_that_leaves_files_out_is_damaged(folder: CheckpointFolder) -
 
 
 def test_a_file_that_was_not_saved_with_the_others_is_damage(folder: CheckpointFolder) -> None:
-    """It would be read like them: as the state of one more rank."""
+    """It would be read as the state of another rank."""
     save(folder, 2)
     path = folder.path / name_of(2)
     (path / "notes.txt").write_text("nobody reads this")
@@ -243,7 +243,7 @@ def test_the_newest_counts_whatever_latest_says(folder: CheckpointFolder, says: 
     assert steps(folder) == [4, 2]
     assert "step_0000004 is complete" in folder.last_good()
     save(folder, 6)
-    assert steps(folder) == [6, 4], "a save does not depend on it either"
+    assert steps(folder) == [6, 4], "a save does not depend on `latest` either"
 
 
 def test_what_took_the_place_of_a_checkpoint_is_damaged(folder: CheckpointFolder) -> None:
@@ -300,7 +300,7 @@ def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronou
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Copies to the disk: (one has begun, it may go on)."""
+    """Returns two events for a copy to the disk: the copy has begun, and it may continue."""
     begun, let = threading.Event(), threading.Event()
     copy = run_writer.copy_files
 
@@ -377,7 +377,7 @@ def test_writing_threads_leave_the_processors_to_training(tmp_path: Path, monkey
 
 
 def test_a_file_is_written_once_and_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checksum is made on the way, and equals that of what lies on the disk; little of it stays in memory."""
+    """Its checksum is computed during writing, and equals that of the file on disk. Little of it stays in memory."""
     flushed: list[int] = []
     monkeypatch.setattr(run_files, "MOST_CACHED_BYTES", 3 * 2**20)
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
@@ -413,7 +413,7 @@ def test_what_was_written_is_there_with_its_checksum(
         monkeypatch.setattr(durable_file, f"{name}_BYTES", size)
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_size))
-    values = torch.randn(3, 5000).T  # whose elements do not lie one after the other
+    values = torch.randn(3, 5000).T  # not contiguous
     path = tmp_path / "file"
     with DurableFile(path, checksum=True, most_cached_bytes=20_000, behind_bytes=behind_bytes) as file:
         file.write(b"before")
@@ -439,7 +439,7 @@ def test_what_writing_leaves_over_is_written_too(
     raw = file._file
 
     class Hesitant:
-        """Takes at most seven bytes at a time, as a disk may that is almost full."""
+        """A file that takes at most seven bytes at a time, like an almost full disk."""
 
         def write(self, data: memoryview) -> int:
             return raw.write(data[:7]) or 0
@@ -485,7 +485,7 @@ def test_blocks_are_written_in_their_order_and_few_wait(sizes: list[int], most_b
 
 
 class SlowDisk:
-    """Takes a block when it is told to, and is full after `room` blocks."""
+    """A disk that takes a block on a signal. It is full after `room` blocks."""
 
     def __init__(self, room: int) -> None:
         self.room, self.taken = room, list[bytes]()

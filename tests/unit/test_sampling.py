@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def chi_square_bound(degrees_of_freedom: int, sigmas: float = 4.0) -> float:
-    """Upper quantile of the chi-square distribution (Wilson and Hilferty's approximation)."""
+    """Returns an upper quantile of the chi-square distribution (Wilson and Hilferty's approximation)."""
     spread = 2.0 / (9.0 * degrees_of_freedom)
     return degrees_of_freedom * (1.0 - spread + sigmas * math.sqrt(spread)) ** 3
 
@@ -52,7 +52,7 @@ def sampling(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Sa
 
 
 def test_mix64_is_splitmix64() -> None:
-    """The generator's published outputs for seed 0: the state advances by the golden ratio, then is mixed."""
+    """The outputs are published for seed 0. The state advances by the golden ratio and is then mixed."""
     golden = 0x9E3779B97F4A7C15
     outputs = [mix64_int(golden * n % 2**64) for n in (1, 2, 3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -64,7 +64,7 @@ def test_tensor_mix_equals_integer_mix(value: int) -> None:
 
 
 def grid_of(shape: dict[str, int], first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Streams, positions and counters of a grid of so many seeds, positions and counters in this order."""
+    """Returns streams, positions and counters of a grid. `shape` has their numbers."""
     seeds, positions, counters = (torch.arange(shape.get(name, 1)) for name in ("seeds", "positions", "counters"))
     return random_streams(seeds.tolist(), CPU)[:, None, None], positions[:, None], counters + first
 
@@ -86,7 +86,7 @@ def test_numbers_are_uniform_and_inside_the_open_interval(axis: str, first: int)
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_numbers_of_neighbouring_seeds_positions_and_tokens_are_independent(axis: int) -> None:
-    """Also their large numbers, which decide a draw: of 64 tokens each is the largest as often as the others."""
+    """Large numbers decide a draw, so they are tested too. Each of 64 tokens is the largest equally often."""
     numbers = log_uniforms(*grid_of({"seeds": 64, "positions": 64, "counters": 64})).double().exp_()
     one, other = numbers.narrow(axis, 0, 63).flatten(), numbers.narrow(axis, 1, 63).flatten()
     counts = ((one * 16).long() * 16 + (other * 16).long()).bincount(minlength=256).float()
@@ -100,7 +100,7 @@ def test_numbers_of_neighbouring_seeds_positions_and_tokens_are_independent(axis
 
 
 def test_small_exponentials_keep_their_precision() -> None:
-    """Of a million numbers the largest logarithms are as far from 0 as those of exact numbers are."""
+    """The largest of a million logarithms are as far from 0 as those of exact numbers."""
     logs = log_uniforms(*grid_of({"seeds": 10, "counters": 100_000})).flatten()
     least = (-logs).topk(100, largest=False).values.double() * len(logs)  # arrivals of a Poisson process of rate 1
     gaps = torch.diff(least, prepend=torch.zeros(1))
@@ -116,7 +116,7 @@ def test_positions_and_counters_of_a_response_never_coincide() -> None:
 
 
 def unmix64(value: int) -> int:
-    """The inverse of splitmix64's finaliser."""
+    """Computes the inverse of splitmix64's finaliser."""
     for bits, multiplier in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
         shifted = value
         while shifted:
@@ -128,7 +128,7 @@ def unmix64(value: int) -> int:
 
 @pytest.mark.parametrize(("low_bits", "number"), [(0, 2.0**-24), (2**63 - 1, 1.0)])
 def test_extreme_bits_stay_inside_the_open_interval(low_bits: int, number: float) -> None:
-    """`bits` are those before the last step of the finaliser, which the numbers do without."""
+    """`bits` come before the last step of the finaliser. The numbers are made without this step."""
     bits = low_bits ^ low_bits >> 31
     stream = unmix64(bits)
     assert mix64_int(stream) == bits
@@ -193,7 +193,7 @@ def test_greedy_rows_among_others_take_the_largest_logit_whatever_is_cut_off() -
 
 
 def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
-    """Kept tokens by the definition, one at a time."""
+    """Computes the kept tokens by the definition, one at a time."""
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     if top_k:
         order = order[:top_k]
@@ -213,7 +213,7 @@ def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
     top_k=st.integers(0, 25),
 )
 def test_truncation_keeps_the_tokens_of_the_definition(weights: list[int], top_p: float, top_k: int) -> None:
-    """Whole numbers add up exactly, so that both sides agree even where a sum equals the threshold."""
+    """Whole numbers add up exactly, so both sides agree even if a sum equals the threshold."""
     kept, ids = truncate(torch.tensor([weights], dtype=torch.float64), top_p, top_k)
     kept_ids = ids[0][kept[0] > 0].tolist()
     assert set(kept_ids) == kept_reference([float(weight) for weight in weights], top_p, top_k)
@@ -254,7 +254,7 @@ def test_truncated_frequencies_match_the_renormalised_distribution() -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_frequencies_over_several_blocks_match_the_distribution(top_p: float) -> None:
-    """The last block is not full, one has no weight at all, and the tokens that count are in different ones."""
+    """The last block is not full, one block has no weight at all, and the likely tokens are in different blocks."""
     count, vocab = 6_000, 3 * BLOCK_TOKENS + 40
     row = torch.full((vocab,), -torch.inf)
     likely = torch.tensor([0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 77, vocab - 2, vocab - 1])
@@ -278,7 +278,7 @@ def test_a_token_of_weight_zero_is_never_drawn(vocab: int) -> None:
 
 
 def test_rounding_moves_few_draws() -> None:
-    """Logits that are off by 1e-5 change about as many of the draws, wherever they are in the vocabulary."""
+    """An error of 1e-5 in the logits changes about 1e-5 of the draws, at any place of the vocabulary."""
     logits = 3 * torch.randn(4000, 1000, generator=torch.Generator().manual_seed(0))
     streams, positions = random_streams(list(range(4000)), CPU), torch.arange(4000)
     tokens, _ = draw(logits, streams, positions, sampling())
@@ -322,7 +322,7 @@ CUDA = torch.device("cuda")
 
 
 def kernel(monkeypatch: pytest.MonkeyPatch, draw_rows: object) -> None:
-    """The kernel's module, which takes Triton to import, with this in it."""
+    """Replaces the kernel's module by one with `draw_rows`, since the real one imports Triton."""
     module = ModuleType("sampling_kernel")
     module.draw_rows = draw_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.triton_kernels", module)

@@ -1,4 +1,4 @@
-"""The sandbox runs programs within limits, by the means that the machine has."""
+"""The sandbox runs programs within limits, by the means of the machine."""
 
 import errno
 import json
@@ -195,7 +195,7 @@ def test_closing_ends_a_program(sandbox: Sandbox) -> None:
 
 
 def test_programs_run_beside_each_other_in_threads(unprotected: Sandbox) -> None:
-    """And go on when the thread that started them has ended."""
+    """They continue after the end of their starting thread."""
     started = []
     echo = "import sys; print(sys.stdin.read())"
     threads = [JobThread(target=lambda: started.append(unprotected.start(["python3", "-c", echo]))) for _ in range(4)]
@@ -254,7 +254,7 @@ OTHER_PROCESSOR = 0x40000003
 
 
 def verdict(machine: str, number: int, *arguments: int, internet: bool = False, processor: int | None = None) -> str:
-    """What the kernel would do with a call: "allowed", "killed" or the name of an error."""
+    """Returns the kernel's answer to a call: "allowed", "killed" or the name of an error."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     processor = system_calls.ARCHITECTURES[machine] if processor is None else processor
     data = struct.pack("=iIQ6Q", number - 2**32 if number >= 2**31 else number, processor, 0, *words)
@@ -303,7 +303,7 @@ def test_every_denied_call_is_denied(column: int, machine: str) -> None:
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(flags=st.integers(0, 2**32 - 1))
 @example(flags=17)
-@example(flags=0x3D0F00)  # as threads are made
+@example(flags=0x3D0F00)  # the flags of a new thread
 def test_no_process_is_made_in_new_namespaces(column: int, machine: str, flags: int) -> None:
     is_new = any(flags & flag for flag in NEW_NAMESPACES.values())
     assert verdict(machine, system_calls.LOOKED_AT["clone"][column], flags) == ("EPERM" if is_new else ALLOWED)
@@ -326,7 +326,7 @@ def test_nobody_types_on_a_terminal_for_somebody_else(column: int, machine: str)
 
 
 def test_calls_by_another_table_are_none() -> None:
-    """32-bit calls on a 64-bit kernel, and x32's: their numbers mean something else."""
+    """The numbers of 32-bit calls on a 64-bit kernel, and of x32's calls, have other meanings."""
     assert verdict("x86_64", 0, processor=OTHER_PROCESSOR) == "killed"
     assert verdict("x86_64", 0x40000000 + 101) == "ENOSYS"
     assert verdict("x86_64", system_calls.LOOKED_AT["clone3"][0]) == "ENOSYS"
@@ -373,7 +373,7 @@ print(json.dumps([found.works, found.text, outcome and outcome.stdout.decode().s
 
 
 def findings_in(preparation: str) -> Any:
-    """What the kernel's means are found to do in namespaces of a user of its own, after a shell's commands there."""
+    """Returns the findings about the kernel's means in new user namespaces, after shell commands there."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
         pytest.skip("no user namespace to prepare such a machine in")
     script = f'{preparation} && exec "$@"'
@@ -413,7 +413,7 @@ print(Sandbox("kernel").run(["sh", "-c", "id -u; cat /proc/self/status"]).stdout
 
 
 def test_the_superuser_needs_no_user_namespace() -> None:
-    """Its programs are nobody's then."""
+    """Its programs then run as the user nobody."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user")
     sandbox_by("kernel")
@@ -446,7 +446,8 @@ print(json.dumps([bomb.stderr.decode(), shared.ended_by, secret.stderr.decode(),
 
 
 def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
-    """Where the tests run as the superuser another user runs some attempts; else all tests are an ordinary user's."""
+    """If the tests run as the superuser, another user makes some attempts here. Otherwise all tests have an ordinary
+    user."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user")
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
@@ -477,12 +478,12 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
 
 @pytest.fixture
 def echo_port() -> Iterator[int]:
-    """Of a server that answers each connection with all that it was sent, once the other side has sent it."""
+    """Yields the port of a server. It answers each connection with its whole input, once the input has ended."""
     server = socket.create_server(("127.0.0.1", 0), backlog=100)
     thread = JobThread(target=echo, args=(server,))
     thread.start()
     yield server.getsockname()[1]
-    server.shutdown(socket.SHUT_RDWR)  # which ends its accept
+    server.shutdown(socket.SHUT_RDWR)  # this ends its accept
     server.close()
     thread.join(timeout=60)
 

@@ -1,4 +1,4 @@
-"""Programs in a sandbox try to get out, to see what is not theirs, and to use up the machine."""
+"""Programs in a sandbox try to escape, to read foreign data, and to exhaust the machine."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
 
 
 def printed(outcome: Outcome) -> str:
-    """What a program printed that ended as it should."""
+    """Returns the output of a successful program."""
     assert outcome.succeeded, outcome
     return outcome.stdout.decode().strip()
 
@@ -45,8 +45,8 @@ except OSError:
 
 def test_a_fork_bomb_of_shells(sandbox: Sandbox) -> None:
     mark = new_mark()
-    # Each shell waits before it forks. The kernel's own limit does not hold root, so a bomb that waits for nothing can
-    # take all process numbers of a machine, other tests' too, before the keeper looks again.
+    # Each shell waits before it forks. The kernel's own limit does not hold root. Without this wait, a bomb can take
+    # all process numbers of the machine before the keeper looks again. Other tests would then fail.
     command = ["bash", "-c", ":(){ sleep 0.03; :|:& };:; sleep 600", mark]
     outcome = sandbox.run(command, limits=Limits(num_processes=20, wall_s=0.3))
     assert outcome.ended_by in ("processes", "time")
@@ -54,7 +54,7 @@ def test_a_fork_bomb_of_shells(sandbox: Sandbox) -> None:
 
 
 def test_what_a_program_leaves_behind_is_gone(sandbox: Sandbox) -> None:
-    """Although it has a session of its own, no parent, and holds none of the pipes."""
+    """The daemon has its own session, no parent, and none of the pipes."""
     daemon = """
 import os, time
 if os.fork() == 0:
@@ -101,7 +101,7 @@ time.sleep(600)
 
 
 def test_memory_that_is_shared_counts_once(sandbox: Sandbox) -> None:
-    """Six processes with the same 40 MiB, long enough to be counted."""
+    """Six processes share the same 40 MiB, long enough to be counted."""
     program = """
 import os, time
 data = b"x" * (40 * 2**20)
@@ -227,7 +227,7 @@ for way in (path, "link", "root" + path, "../.." + path, "/proc/self/root" + pat
 
 
 def test_the_machines_folders_are_not_there(sandbox: Sandbox) -> None:
-    """But those in which Python lies."""
+    """Only the folders of Python are there."""
     there = {*printed(sandbox.run_python("import os; print(*os.listdir('/'))")).split()}
     of_python = {path.split("/")[1] for path in (sys.base_prefix, os.path.realpath(sys.base_prefix))}
     assert (there & {"home", "var", "sys", "run", "mnt", "srv", "opt", "boot"}) <= of_python

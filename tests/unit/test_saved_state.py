@@ -61,7 +61,7 @@ SHAPES = st.tuples(st.sampled_from(GRIDS), st.booleans(), st.sampled_from(["qwen
 
 @st.composite
 def cut_pieces(draw: st.DrawFn) -> tuple[Array, np.ndarray, np.ndarray]:
-    """Two boxes in each of some parameters, and a range of every parameter."""
+    """Draws two boxes in each of some parameters, and a range of every parameter."""
     count = draw(st.integers(1, 4))
     pieces = np.zeros(2 * count, dtype=PIECE)
     starts, stops = np.zeros((2, count), dtype=np.int64)
@@ -101,7 +101,7 @@ def layout_of(shape: tuple[int, int, int], tied: bool, family: str) -> Layout:
 
 
 def load(layout: Layout, rank: int, files: list[Path]) -> list[Tensor]:
-    """The rank's flattened parameters as they are found in the files."""
+    """Returns the rank's flattened parameters, read from the files."""
     flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in layout.on(rank).parameters]
     SavedState(files, layout.tensors).read([Destination(MASTER, layout.on(rank).pieces, flats)])
     return flats
@@ -126,7 +126,7 @@ def test_every_element_is_saved_once(shape: tuple[tuple[int, int, int], bool, st
 def test_every_element_is_saved_once_where_other_ranks_share_experts(
     sizes: dict[str, int], family: str, tied: bool, seed: int
 ) -> None:
-    """Ranks that share out a parameter's states come to the same cuts of it, wherever they begin and end."""
+    """Ranks with shares of one parameter's states cut it alike, wherever their shares begin and end."""
     grid = Grid(tuple(range(sizes["ranks"])), **{name: size for name, size in sizes.items() if name != "ranks"})
     layout = megatron_layout(tiny_architecture(family, tied_embeddings=tied, num_layers=2), grid)
     saved = []
@@ -271,7 +271,7 @@ def test_rows_are_spans_of_their_own_where_they_lie_far_apart(first, rows, cols,
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[FileServer]:
-    """Another node with one file."""
+    """Yields the server of another node with one file."""
     (tmp_path / "other").mkdir()
     tensors = {"first": VALUES, "second": torch.ones(9, dtype=torch.uint8)}
     write_files(tmp_path / "other", {NAME: Contents(tensors, {"said": "something"})})
@@ -369,8 +369,8 @@ def test_who_asks_for_nonsense_gets_nothing_and_ends_no_job(served: FileServer, 
 
 
 class Nodes:
-    """Of a job of `num_nodes`, whose ranks share out what they optimize of a model. A node has the files of its own
-    ranks and of those before. The weights are of the kind MASTER, of which a rank reads all of its model."""
+    """The nodes of a job with one optimized model. A node has the files of its ranks and of the previous node's ranks.
+    Weights are of the kind MASTER, so a rank reads all weights of its part of the model."""
 
     def __init__(self, folder: Path, num_nodes: int, tp: int) -> None:
         self.folder, self.per_node, self.num_nodes = folder, 2, num_nodes
@@ -385,12 +385,12 @@ class Nodes:
         return self.folder / f"node{node}"
 
     def lose(self, node: int) -> None:
-        """And have another one in its place."""
+        """Replaces a node by an empty one."""
         shutil.rmtree(self.at(node) / "actor")
         (self.at(node) / "actor").mkdir()
 
     def having(self, rank: int) -> int:
-        """A node with the files of a rank."""
+        """Returns a node with the files of a rank."""
         of_node = rank // self.per_node
         return next(
             node for node in (of_node, (of_node + 1) % self.num_nodes) if (self.at(node) / self.name(rank)).exists()
@@ -431,7 +431,7 @@ class Nodes:
         return (self.at(self.having(rank)) / self.name(rank)).stat().st_size
 
     def load(self, rank: int) -> None:
-        """Weights, and moments of this rank's share: what it reads is what it had."""
+        """Reads weights, and moments of this rank's share, and compares them with the saved ones."""
         on, (starts, stops) = self.layout.on(rank), self.share(rank)
         weights = [torch.zeros(int(np.prod(shape))) for _, shape in on.parameters]
         moments = [torch.zeros(int(stop - start)) for start, stop in zip(starts, stops, strict=True)]
@@ -448,7 +448,7 @@ class Nodes:
             assert part[real[start:stop]].equal(expected[start:stop][real[start:stop]] + 1)
 
     def overlapped(self, node: int) -> int:
-        """Bytes of others' files that hold an element which a rank of this node has, and the headers and tables."""
+        """Returns the bytes of others' files with elements of this node's ranks, with headers and tables."""
         ranks = range(node * self.per_node, (node + 1) * self.per_node)
         weights = {element for rank in ranks for element, _ in places(self.layout.on(rank).pieces)}
         moments = {
@@ -466,7 +466,7 @@ class Nodes:
         return num_bytes
 
     def lacking(self, node: int) -> int:
-        """Bytes of all files that it has not."""
+        """Returns the bytes of all files missing on a node."""
         return sum(self.size(rank) for rank in self.layout.ranks if not (self.at(node) / self.name(rank)).exists())
 
 

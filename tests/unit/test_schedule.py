@@ -32,7 +32,7 @@ from tests.support.schedule_configs import (
 
 
 def tasks(order: Iterable[Entry]) -> list[str]:
-    """Such as "generate 1.2" for chunk 2 of step 1; transfers left out."""
+    """Returns names like "generate 1.2" for chunk 2 of step 1. Transfers are left out."""
     return [
         f"{entry.name} {entry.step}" + (f".{entry.chunk}" if entry.chunk else "")
         for entry in order
@@ -170,7 +170,7 @@ def test_early_stopping_is_decided_by_all_roles_together():
 
 
 def test_while_one_chunk_is_worked_on_the_next_one_decodes():
-    """The rollout's next task stands after that of everybody else's on the chunk before, so nobody need wait."""
+    """The rollout's next task comes after all other tasks of the previous chunk, so no rank has to wait."""
     order = order_of(steps=1, schedule={"mode": "pipelined", "chunks": 2}, **NO_EVALUATION)
     assert tasks(order) == [
         "weight_sync 0",
@@ -231,7 +231,7 @@ def test_no_staleness_is_the_sequential_order():
 
 @pytest.mark.parametrize(("max_staleness", "sync_every"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 5)])
 def test_samples_are_never_older_than_allowed_and_get_there(max_staleness, sync_every):
-    """Every generate finds weights no older than the limit; with enough steps the limit is reached."""
+    """Every generate uses weights within the limit. With enough steps the limit is reached."""
     version, ages = -1, []
     for entry in asynchronous(max_staleness, sync_every, steps=12):
         if entry.name == "weight_sync":
@@ -252,13 +252,13 @@ def test_every_step_is_generated_and_trained_on_once_and_in_turn(max_staleness):
 
 
 def test_weights_that_nobody_would_use_are_not_sent():
-    assert steps_of(asynchronous(2), "weight_sync") == [0, 1, 2, 3], "version 3 draws the last step, 5"
+    assert steps_of(asynchronous(2), "weight_sync") == [0, 1, 2, 3], "version 3 generates the last step, 5"
     assert steps_of(asynchronous(3, sync_every=2), "weight_sync") == [0, 2]
     assert steps_of(asynchronous(2, data={"train": {"path": "t"}, "eval": {"path": "e"}}), "weight_sync")[-1] == 6
 
 
 def test_a_reward_that_shares_ranks_with_training_scores_when_training_needs_it():
-    """Otherwise training would wait for responses to a step that comes later."""
+    """Otherwise training would wait for responses of a later step."""
     shared = asynchronous(2, placement={"actor,reward": 0, "rollout": 1})
     apart = asynchronous(2, placement={"actor": 0, "rollout,reward": 1})
     assert position(shared, "score", 3) > position(shared, "update", 2)
@@ -266,7 +266,7 @@ def test_a_reward_that_shares_ranks_with_training_scores_when_training_needs_it(
 
 
 def test_the_exchange_holds_no_more_steps_than_the_lead():
-    """Posts less waits of one transfer, anywhere in the order."""
+    """At every position of the order, posts minus waits of one transfer are counted."""
     held, most = 0, 0
     for entry in asynchronous(3, steps=12):
         if entry.name == "scored" and entry.roles[1] == "actor":
@@ -290,7 +290,7 @@ def test_digest_tells_orders_apart():
 
 
 def test_engines_may_join_a_sync_from_the_start_where_no_evaluation_stands_between():
-    """The actor alone says when a sync is due: not before its updates up to then."""
+    """Only the actor decides when a sync is due: after its updates up to the sync."""
     order = asynchronous(2)
     assert [*order.syncs()] == [(position(order, "weight_sync", step), 0) for step in range(4)]
 
@@ -361,7 +361,7 @@ GRPO_PLACEMENTS = placements("actor", "reference", "rollout", "reward")
 
 @st.composite
 def runs(draw: st.DrawFn):
-    """(config, placement) of any mode, legal on the placement or not."""
+    """Draws (config, placement) of any mode, legal on the placement or not."""
     algorithm = draw(st.sampled_from(["grpo", "ppo"]))
     roles = ["actor", "rollout", "reward", *(["critic"] if algorithm == "ppo" else [])]
     roles += [role for role in ("reference", "evaluation") if draw(st.booleans())]
@@ -397,7 +397,7 @@ def test_no_mode_deadlocks_whatever_the_placement(run):
 @settings(max_examples=50)
 @given(GRPO_PLACEMENTS, st.randoms(use_true_random=False))
 def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placement, rng: random.Random):
-    """The proof in words: the first entry in the order that is not done can always be done."""
+    """The proof: the first unfinished entry of the order can always be executed."""
     shuffled = list(order_of(steps=2))
     rng.shuffle(shuffled)
     order, pending = Entries(), []
@@ -453,7 +453,7 @@ def saves_of(order, steps):
 
 @st.composite
 def runs_and_cuts(draw):
-    """(config, a step at whose boundary it saves)."""
+    """Draws a config, and a step at whose boundary it saves."""
     placement = draw(st.sampled_from([GRPO, PPO, EVALUATED_APART]))
     schedule = draw(SCHEDULES)
     config = make_config(
@@ -526,11 +526,11 @@ def test_no_sync_is_joined_before_a_save_that_stands_before_it():
     earliest = {saving[position].step: first for position, first in saving.syncs()}
     boundary = saving.boundary(3)
     assert earliest[3] == boundary
-    assert earliest[2] < saving.boundary(2), "one is joined early where nothing is saved"
+    assert earliest[2] < saving.boundary(2), "without a save a sync is joined early"
 
 
 def trainer_of(hosted: set[str], ending: set[int]) -> Any:
-    """A trainer whose order is empty."""
+    """Returns a trainer with an empty order."""
     trainer: Any = Trainer.__new__(Trainer)
     trainer.order, trainer.hosted, trainer.roles = Order.of([]), hosted, {}
     trainer.checkpointing = SimpleNamespace(finish=lambda: None, close=lambda: None, stopped_by=None)
@@ -549,7 +549,7 @@ def test_a_rank_without_a_role_stays_until_the_run_ends(hosted: set[str], expect
 
 
 def test_ranks_that_end_training_early_leave_together() -> None:
-    """One that is behind them may have experience to send to those that are done."""
+    """A slower rank may still send experience to finished ranks."""
     trainer = trainer_of({"actor"}, ending={0, 2, 3})
     assert trainer.run()
     assert trainer.job.job_store.meet.mock_calls == [call("end", 3, waiting_for="the end of the other ranks")]
@@ -557,7 +557,7 @@ def test_ranks_that_end_training_early_leave_together() -> None:
 
 @pytest.mark.parametrize("together", [True, False], ids=["decide_to_stop", "stop_if_reached"])
 def test_all_that_learn_that_training_ends_meet_there(together: bool) -> None:
-    """Whether they have the task together or each role has one of its own."""
+    """This holds for one common task, and for one task per role."""
     roles, name = ("actor", "rollout"), "decide_to_stop" if together else "stop_if_reached"
     entries = [
         Entry("task", "update", ("actor",), 1),

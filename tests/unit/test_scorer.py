@@ -1,4 +1,4 @@
-"""How reward functions are found, called in workers, timed and summed."""
+"""Reward functions: how they are found, called in workers, timed and summed."""
 
 import json
 import logging
@@ -108,25 +108,27 @@ def test_numbers_of_any_kind_are_rewards(misbehaving: OneFunction, response: str
 def test_an_error_costs_its_sample(
     patient: OneFunction, response: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patient._failures[0], "num_failures", 0)  # after ten it says no more
+    monkeypatch.setattr(patient._failures[0], "num_failures", 0)  # it logs only ten failures
     with caplog.at_level(logging.WARNING):
         assert patient.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
     assert reason in caplog.text and repr(response) in caplog.text
 
 
 def line_of(text: str) -> int:
-    """Where it stands in the user's file."""
+    """Returns the line of a text in the user's file."""
     return 1 + USER_FILE.read_text()[: USER_FILE.read_text().index(text)].count("\n")
 
 
 def test_an_exception_is_told_with_its_place_and_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """Of the user's code: of rltrain's own the traceback has nothing."""
+    """The traceback shows the user's code, and none of rltrain's."""
     with OneFunction(reward(f"{MODULE}:from_json"), timeout_s=20, num_workers=1) as scorer:
         scores = scorer.score(samples('{"answer": 1}', "{}", "no JSON", '"text"'))
     assert scores == Scores([1.0, 0.0, 0.0, 0.0], num_errors=3, num_timeouts=0)
     place = f"{USER_FILE}, line {line_of('return float(record')}"
     assert f"KeyError: 'answer' ({place})" in caplog.messages[0]
-    assert f"({USER_FILE}, line {line_of('record = json.loads')})" in caplog.messages[1], "not json's own line"
+    assert f"({USER_FILE}, line {line_of('record = json.loads')})" in caplog.messages[1], (
+        "expected a line of the user's file, not of json"
+    )
     assert scores.first_failure == (
         "on the response '{}':\nTraceback (most recent call last):\n"
         f'  File "{place.replace(", line", chr(34) + ", line")}, in from_json\n'
@@ -316,7 +318,7 @@ REQUEST = {"calls": [[samples("half")[0].message(())]], "limit_s": 20}
 
 
 def start_worker() -> "subprocess.Popen[bytes]":
-    """As a scorer does, and waits until it is ready."""
+    """Starts a worker like a scorer, and waits until it is ready."""
     command = [sys.executable, "-m", "rltrain.rewards.worker"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     worker = subprocess.Popen(command, cwd=REPOSITORY, bufsize=0, **pipes)  # type: ignore[call-overload]
@@ -351,7 +353,7 @@ def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
 
 
 def test_every_sample_is_reported_when_it_is_done() -> None:
-    """Other ranks wait for the rewards, and see that this one gets on, slowly as it may be."""
+    """Other ranks wait for the rewards. They must see the progress of this rank, even if it is slow."""
     done: list[float] = []
     start = time.perf_counter()
     with OneFunction(
@@ -482,15 +484,15 @@ def test_rewards_that_compare_need_labels() -> None:
 
 
 class Answering:
-    """Stands for worker processes: what each call of `_ask` was about, in which process, and what came of it.
+    """A stand-in for worker processes. It records the sample, the process and the result of each call of `_ask`.
 
-    `outcome(sample, calls so far in this process)` gives the seconds that the call takes, or raises.
+    `outcome(sample, calls so far in this process)` returns the seconds of the call, or raises.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: Callable[[str, int], float]) -> None:
         self.outcome = outcome
         self.asked: list[tuple[int, str, float]] = []
-        """Process, response and limit."""
+        """Process, response and limit of each call."""
         self.num_processes = self.num_calls = 0
         monkeypatch.setattr(worker, "start_worker", self.start)
         monkeypatch.setattr(worker, "kill_worker", lambda process: None)
@@ -540,7 +542,7 @@ def test_a_sample_has_no_more_time_in_a_first_call_than_in_others(monkeypatch: p
 
 
 def test_a_worker_started_anew_is_warmed_up_with_a_sample_that_was_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that took longest, for it is the one that met the imports; those that hang have their own time alone."""
+    """The warm-up sample is the slowest one, since it ran the imports. Hanging samples get only their own time."""
     seconds = {"early": 0.1, "imports": 3.0, "hangs": 1e9, "late": 0.2}
     answering = Answering(monkeypatch, lambda response, calls: seconds[response])
     assert answering.score("early", "imports", "hangs", "hangs", "late") == [1.0, 1.0, 0.0, 0.0, 1.0]
@@ -579,7 +581,7 @@ def score(prompt, response, label):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a file math.py, a name that many modules have, and one that it imports."""
+    """Returns a folder with a file math.py and a module imported by it. Other packages have a module math, too."""
     (tmp_path / "math.py").write_text(SOURCE)
     (tmp_path / "beside_the_reward.py").write_text("WEIGHT = 2.0\n")
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""The shell scripts and Dockerfiles, with stand-ins of what they start."""
+"""The shell scripts and Dockerfiles, with stand-ins for the programs they start."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ from tests.support.script_stand_ins import (
     write_program,
 )
 
-# Slurm numbers a step's nodes by their place in the node list; here they start in another order.
+# Slurm numbers a step's nodes by their place in the node list. Here they start in another order.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >> "$FAKE_SRUN_LOG"
 while [[ $1 == --* ]]; do shift; done
@@ -262,7 +262,7 @@ def test_another_torch_in_an_own_venv_is_not_replaced(
 
 @pytest.fixture
 def installing_environment(tmp_path: Path) -> dict[str, str]:
-    for name in ("chromium", "bwrap", "slurmctld", "munged", "ip"):  # nothing of the system is to be installed
+    for name in ("chromium", "bwrap", "slurmctld", "munged", "ip"):  # no system package is installed
         write_program(tmp_path / "bin" / name, "#!/usr/bin/env bash\n")
     write_program(tmp_path / "bin" / "python3", INTERPRETER)
     write_program(tmp_path / "bin" / "df", "#!/usr/bin/env bash\necho\necho / 9 9 99999999 9% /\n")  # enough disk
@@ -270,7 +270,7 @@ def installing_environment(tmp_path: Path) -> dict[str, str]:
 
 
 def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
-    """(script that prepares SGLang's environment, what stands for SGLang once it is installed there)."""
+    """Returns the script for preparing SGLang's environment, and a file that exists once SGLang is installed there."""
     script = repository_with_venv(folder)
     (folder / ".venv").rename(folder / ".venv-sglang")
     script = prepare_script(folder, "prepare_sglang\necho ready: $sglang_python\n")
@@ -280,7 +280,7 @@ def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
 PYTEST = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 OF_CI = [["-n", "2", "-m", "slow and not alone"], ["-n", "0", "-m", "slow and alone"]]
 WITH_SGLANG, WITH_SLURM = ["-n", "0", "tests/sglang", "-m", "slow or not slow"], ["-n", "0", "tests/slurm", "-rs"]
-"""Beside the slow ones."""
+"""The other runs of pytest, with SGLang and with Slurm."""
 
 
 def stamps(script: Path) -> list[str]:
@@ -305,7 +305,7 @@ def test_sglang_is_installed_once_and_again_when_its_version_moves(
     assert stamps(script) == [f".installed-{pins.read_text().splitlines()[-1]}"]
     assert installs() == []
     pins.write_text("sglang==9.9.9\n")
-    sglang.unlink()  # what is there is another version
+    sglang.unlink()  # the installed version is another
     assert len(installs()) == 1
 
 
@@ -395,9 +395,9 @@ OF_CI_FILES = (
 def run_ci(
     environment: dict[str, str], folder: Path, versions: str = "exit 0"
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """Returns (.ci/run, what it gave to pytest each time). It runs in a copy with a runs/ of its own.
+    """Runs .ci/run in a copy with its own runs/. Returns the process and the arguments of each call of pytest.
 
-    `versions` is what tests/versions.sh does there.
+    `versions` is the content of tests/versions.sh there.
     """
     for name in OF_CI_FILES:
         target = folder / "copy" / name
@@ -462,7 +462,7 @@ def test_ci_runs_everything_and_names_what_failed(installing_environment: dict[s
 def test_tests_with_sglang_are_collected_where_they_are_asked_for(
     tmp_path: Path, arguments: list[str], python: str, status: int, said: str
 ) -> None:
-    """In a suite of one test there, which fails, and one beside it."""
+    """The suite has one failing test there, and one test outside."""
     for name in ("__init__.py", "conftest.py"):
         target = tmp_path / "tests" / "sglang" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -509,7 +509,7 @@ def test_the_steps_of_the_cpu_image_are_run_in_ci() -> None:
 
 
 def test_files_of_a_build_or_a_run_stay_out_of_images() -> None:
-    """Whatever git does not keep, but for what tools leave beside the sources of tests."""
+    """Images leave out all files ignored by git, except results of tools beside the sources of tests."""
     kept_out = set((REPOSITORY / ".dockerignore").read_text().split())
     for pattern in (".venv", ".venv-sglang", "runs", "build", "*.egg-info", "wandb", ".git"):
         assert pattern in kept_out

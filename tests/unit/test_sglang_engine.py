@@ -1,4 +1,4 @@
-"""The engine that has an SGLang server: samples, updates, suspension, restarts."""
+"""The engine with an SGLang server: samples, updates, suspension, restarts."""
 
 import math
 import time
@@ -31,14 +31,14 @@ LIMIT_S = 20.0
 
 
 class LetterTokenizer:
-    """Token n is one letter."""
+    """A tokenizer with one letter per token."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def engine_on(server: FakeServer, *, slots: int, limit_s: float = 2.0, delivery: Any = None, **options: Any) -> Any:
-    """An engine with the server; `delivery` makes its way of delivering weights from its client."""
+    """Returns an engine with the server. `delivery` makes the delivery of weights from the engine's client."""
     client = Client(limit_s=limit_s)
     made = delivery(client) if delivery else FakeDelivery(client)
     defaults = {"max_context_tokens": 500, "settings": SGLang(), "advance": lambda: None}
@@ -46,7 +46,7 @@ def engine_on(server: FakeServer, *, slots: int, limit_s: float = 2.0, delivery:
 
 
 class Rig:
-    """An engine, its stand-in server and what the engine reports while it starts one."""
+    """An engine, its stand-in server, and the engine's reports during a start."""
 
     def __init__(self, *, max_running_requests: int = 64, max_context_tokens: int = 500, **options: object) -> None:
         settings = {"hang_timeout_s": 5.0, "max_restarts": 2}
@@ -76,7 +76,7 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Callable[..., Rig]]:
-    """Makes rigs; with weights of version 0 unless told otherwise."""
+    """Makes rigs. Their weights have version 0 by default."""
     rigs: list[Rig] = []
 
     def make(*, version: int | None = 0, **options: object) -> Rig:
@@ -88,7 +88,7 @@ def rig() -> Iterator[Callable[..., Rig]]:
     yield make
     for one in rigs:
         one.engine.close()
-        assert one.server.broken == [], "what SGLang holds its callers to"
+        assert one.server.broken == [], "a request broke a rule of SGLang"
 
 
 def requests(count: int = 9, first: int = 0) -> list[Sample]:
@@ -113,7 +113,7 @@ def wait_for(condition: Callable[[], object], step: Callable[[], object] = lambd
 
 
 def assert_follows_the_model(request: Sample, done: Sample) -> None:
-    """Every token and log-prob is what the model draws at its place by the version that it is said to be of."""
+    """Asserts that every token and log-prob are those of the model with the recorded version."""
     assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
     for place, (token, version) in enumerate(zip(done.tokens, done.policy_versions, strict=True)):
         assert token == next_token([*request.prompt, *done.tokens[:place]], version)
@@ -169,7 +169,9 @@ def test_no_more_is_sent_than_runs_at_once_and_the_first_come_first(rig) -> None
     assert one.server.most_running == 3
     sent = [tuple(ids) for path, body in one.server.calls if path == "/generate" for ids in body["input_ids"]]
     places = [sent.index(request.prompt) for request in everything]
-    assert all(abs(place - number) < 3 for number, place in enumerate(places)), "those that start together may overtake"
+    assert all(abs(place - number) < 3 for number, place in enumerate(places)), (
+        "only samples that start together may change places"
+    )
 
 
 def test_an_eos_token_of_the_server_that_the_request_does_not_name_ends_nothing(rig) -> None:  # type: ignore[no-untyped-def]
@@ -207,7 +209,7 @@ def test_a_further_turn_is_sent_whole_and_finds_what_the_server_kept(rig) -> Non
     bodies = [body for path, body in one.server.calls if path == "/generate"]
     assert [body["input_ids"] for body in bodies] == [[[1, 2]], [[*first.context, *answer]]]
     assert one.server.cache_keys[0] == one.server.cache_keys[1]
-    assert (second.turns, second.status) == ((5, 12), Status.TRUNCATED), "what was observed ends no turn"
+    assert (second.turns, second.status) == ((5, 12), Status.TRUNCATED), "observed tokens end no turn"
     assert second.loss_mask == (*[True] * 5, *[False] * 3, *[True] * 4)
     assert second.policy_versions == (*[3] * 5, *[0] * 3, *[3] * 4)
     context = [*first.context, *answer]
@@ -216,7 +218,7 @@ def test_a_further_turn_is_sent_whole_and_finds_what_the_server_kept(rig) -> Non
         context.append(token)
     one.sync(4)
     one.engine.generate([second.observed(answer, turn_limit=16)], sampling)
-    assert one.server.cache_keys[2] != one.server.cache_keys[1], "keys and values of other weights are not found"
+    assert one.server.cache_keys[2] != one.server.cache_keys[1], "keys and values of other weights must not be found"
 
 
 @pytest.mark.parametrize("num_tokens", [0, 20, 21])
@@ -251,7 +253,7 @@ def test_stop_strings_need_a_tokenizer(rig) -> None:  # type: ignore[no-untyped-
 
 @pytest.mark.parametrize("split", [0, 3, 4, 5])
 def test_a_stop_string_is_found_where_the_server_does_not_look(rig, split: int) -> None:  # type: ignore[no-untyped-def]
-    """What was drawn before is prompt to it, and it expects the fewest tokens that a string can be spelled with."""
+    """Earlier tokens are part of the prompt for the server. It expects the fewest tokens that can spell the string."""
     engine = rig(tokenizer=LetterTokenizer()).engine
     request = requests(1)[0]
     tokens = expected_tokens(request, GREEDY)
@@ -290,7 +292,7 @@ def test_generate_and_release_need_an_idle_engine(rig) -> None:  # type: ignore[
         engine.release_cache()
     drain(engine)
     engine.release_cache()
-    engine.submit(requests(2), GREEDY)  # another sampling, once nothing is unfinished
+    engine.submit(requests(2), GREEDY)  # other sampling parameters are legal without unfinished samples
 
 
 def test_suspended_responses_go_on_where_they_stopped(rig) -> None:  # type: ignore[no-untyped-def]
@@ -336,7 +338,7 @@ def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type:
 
 
 def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
-    """Drawing its end once more would make long responses likelier than they are."""
+    """A second draw of its end would make long responses more likely."""
     one = rig()
     request = requests(1)[0]
     one.engine.submit([request], GREEDY)
@@ -389,14 +391,14 @@ def test_keys_and_values_of_old_weights_serve_no_new_request(rig) -> None:  # ty
     sent_to_old = sum(
         len(body["rid"]) for path, body in one.server.calls if path == "/generate" and body["extra_key"] == old
     )
-    assert sent_to_old == 2, "what waited in the engine's own queue was sent to the new weights"
+    assert sent_to_old == 2, "samples in the engine's queue are sent to the new weights"
     one.sync(1)
     engine.generate(requests(1), GREEDY)
     assert len({*one.server.cache_keys}) == 3
 
 
 BROKEN = (None, math.nan, -math.inf, -3.4e38)
-"""What servers say of a log-prob that is not finite."""
+"""Servers' values for a log-prob that is not finite."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -452,7 +454,7 @@ def test_a_dead_server_is_replaced_and_everything_completes(rig) -> None:  # typ
         assert list(completions[request.id].tokens) == expected_tokens(request, LONG, version=5)
         assert_follows_the_model(request, completions[request.id])
     contexts = [len(ids) for path, body in one.server.calls if path == "/generate" for ids in body["input_ids"]]
-    assert max(contexts) > 128, "what was known to be drawn is not drawn again"
+    assert max(contexts) > 128, "known tokens are not generated again"
 
 
 @pytest.mark.parametrize("fault", ["connections", "silence", "status"])
@@ -619,7 +621,7 @@ def test_what_is_kept_for_a_server_counts_as_memory_of_the_host(engine: SGLangEn
 def residency_of(
     engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2, *, leaves: bool = True
 ) -> tuple[Offloader, list[Sample]]:
-    """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
+    """Returns the offloader of a rank with actor and rollout, and a list for samples suspended on leaving."""
     suspended: list[Sample] = []
 
     def leave() -> None:
@@ -638,7 +640,7 @@ def residency_of(
 
 
 def moves(server: FakeServer) -> list[str]:
-    """What was asked of the server since the last look, in words."""
+    """Returns the requests to the server since the last call, as words."""
     calls, server.calls = server.calls, []
     known = [(MOVES[path.split("?")[0]], body) for path, body in calls if path.split("?")[0] in MOVES]
     return [f"{word} {'+'.join(body['tags'])}" if "tags" in body else word for word, body in known]
@@ -646,7 +648,9 @@ def moves(server: FakeServer) -> list[str]:
 
 def test_a_step_of_a_colocated_server(engine: SGLangEngine, server: FakeServer) -> None:
     residency, suspended = residency_of(engine, ("weight_sync", "generate", "update"))
-    assert moves(server)[-2:] == ["release kv_cache+cuda_graph", "release weights"], "the next role finds room"
+    assert moves(server)[-2:] == ["release kv_cache+cuda_graph", "release weights"], (
+        "the memory must be free for the next role"
+    )
     residency.enter(0)
     engine.begin_update()
     engine.end_update(0)
@@ -658,4 +662,4 @@ def test_a_step_of_a_colocated_server(engine: SGLangEngine, server: FakeServer) 
     residency.enter(2)
     asked = moves(server)
     assert asked[0] == "abort" and asked[-3:] == ["flush", "release kv_cache+cuda_graph", "release weights"]
-    assert [request.id for request in suspended] == [7], "it goes on when the engine is back"
+    assert [request.id for request in suspended] == [7], "it continues once the engine is back"

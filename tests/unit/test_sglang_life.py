@@ -1,4 +1,4 @@
-"""An engine's whole life with a server that keeps SGLang's rules, and what passes between them."""
+"""The whole life of an engine with a server that follows SGLang's rules, and the messages between them."""
 
 import base64
 import time
@@ -47,7 +47,7 @@ def samples(count: int = 6) -> list[Sample]:
 
 
 class Life:
-    """An engine, its real way of delivering weights, and a server whose every start has noise for weights."""
+    """An engine, its real delivery of weights, and a server with noise as weights after each start."""
 
     def __init__(self, *, leaves: bool, overlap: bool = False, pace_s: float = 0.001) -> None:
         self.server = FakeServer(pace_s=pace_s, overlap=overlap, saves_memory=leaves)
@@ -93,7 +93,7 @@ class Life:
         return done
 
     def wait_until_running(self, count: int) -> None:
-        """And until each of these has drawn four tokens more."""
+        """Waits until `count` samples run and each has four more tokens."""
         drawn = {id(one): len(one.tokens) for one in self.server._running}
 
         def runs() -> bool:
@@ -106,7 +106,7 @@ class Life:
 
 
 def made_of(kind: Callable[..., Any]) -> Any:
-    """A fixture that makes those of a kind, whose engines are closed with the test."""
+    """Returns a fixture for objects of a kind. Their engines are closed after the test."""
 
     @pytest.fixture
     def fixture() -> Iterator[Callable[..., Any]]:
@@ -128,7 +128,7 @@ life = made_of(Life)
 
 
 def miscounted(done: Sequence[Sample]) -> int:
-    """Tokens that another version would have drawn than the one that they are said to be of."""
+    """Counts the tokens with a wrong recorded version."""
     prompts = {sample.id: sample.prompt for sample in samples()}
     wrong = 0
     for sample in done:
@@ -140,8 +140,8 @@ def miscounted(done: Sequence[Sample]) -> int:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_engine_that_shares_its_device(life: Callable[..., Life], overlap: bool) -> None:
-    """Syncs, generation, an evaluation and its absence, five times; its server dies while it draws, while it is away,
-    and in a sync."""
+    """Five times it syncs, generates, evaluates and leaves. Its server dies during generation, during an absence, and
+    in a sync."""
     one = life(leaves=True, overlap=overlap)
     names = ("weight_sync", "generate", "generate_evaluation", "update")
     residency, suspended = residency_of(one.engine, names, num_steps=5)
@@ -168,7 +168,7 @@ def test_an_engine_that_shares_its_device(life: Callable[..., Life], overlap: bo
 
 
 def test_an_engine_that_takes_weights_in_flight(life: Callable[..., Life]) -> None:
-    """With an evaluation in between, and a server that dies with half of the weights."""
+    """An evaluation comes in between, and a server dies with half of the weights."""
     one = life(leaves=False, pace_s=0.002)
     one.sync(0)
     one.engine.submit(samples(), LONG)
@@ -190,7 +190,7 @@ def test_an_engine_that_takes_weights_in_flight(life: Callable[..., Life]) -> No
 
 
 def test_steps_that_overlap_would_count_tokens_to_weights_that_did_not_draw_them(life: Callable[..., Life]) -> None:
-    """Which is why a server whose weights come in flight is started without."""
+    """For this reason a server is started without overlap if its weights come in flight."""
     one = life(leaves=False, overlap=True, pace_s=0.002)
     one.sync(0)
     one.engine.submit(samples(), LONG)
@@ -239,7 +239,7 @@ rig = made_of(Rig)
 
 
 def expected(sample: Sample, versions: list[int | None]) -> np.ndarray:
-    """By token the version that has fed it, None where that was not recorded."""
+    """Returns the experts of each token by the version that fed it. None means no record."""
     unknown = [[NOT_RECORDED] * 3] * len(SPARSE)
     rows = [
         unknown if version is None else [experts_of(token, place, version, layer) for layer in SPARSE]
@@ -261,7 +261,7 @@ def test_every_fed_token_has_its_experts(rig: Callable[..., Rig], overlap: bool)
 
 
 def test_turns_ask_for_what_they_lack(rig: Callable[..., Rig]) -> None:
-    """What the first turn drew last is fed in the second, by other weights."""
+    """The second turn feeds the last token of the first turn, with other weights."""
     one = rig()
     turns = one.engine.generate([replace(sample, turn_limit=4, goes_on=True) for sample in samples(5)], SAMPLED)
     known = {turn.id: len(turn.context) - 1 for turn in turns}
@@ -273,7 +273,7 @@ def test_turns_ask_for_what_they_lack(rig: Callable[..., Rig]) -> None:
 
 
 def test_suspended_samples_keep_what_was_recorded(rig: Callable[..., Rig]) -> None:
-    """Others have drawn nothing: theirs is of the weights that feed them first."""
+    """Samples without tokens have the routing of the weights that feed them first."""
     one = rig(max_running=3)
     one.engine.submit(samples(5), LONG_RESPONSES)
     one.until_drawn([100, 101, 102], 1)
@@ -291,7 +291,7 @@ def test_suspended_samples_keep_what_was_recorded(rig: Callable[..., Rig]) -> No
 
 
 def test_tokens_of_a_server_that_died_have_no_record(rig: Callable[..., Rig]) -> None:
-    """They are fed anew by the next one, which tells of what follows."""
+    """The next server feeds them again, and reports the routing of later tokens only."""
     one = rig()
     one.engine.submit(samples(1), LONG_RESPONSES)
     one.until_drawn([100], 70)
@@ -314,7 +314,7 @@ def test_a_checkpoint_has_unfinished_samples_without_a_record(rig: Callable[...,
 
 
 def test_a_stop_string_cuts_it_too() -> None:
-    """The server may have fed more than the sample keeps."""
+    """The server may have fed more tokens than the sample keeps."""
     server = ServerRouting.of(sparse_architecture())
     rows = np.array([[experts_of(1, place, 0, layer) for layer in range(NUM_LAYERS)] for place in range(2, 9)])
     sent = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
@@ -364,7 +364,7 @@ def test_numbers_come_back_as_they_were_chosen(data: st.DataObject, num_tokens: 
 
 
 def test_what_ended_while_it_was_suspended_goes_on_elsewhere(rig: Callable[..., Rig]) -> None:
-    """It comes without its last token, and with the routing of all that it has left."""
+    """It returns without its last token. The routing covers all remaining tokens."""
     one, other = rig(pace_s=0.02), rig()
     one.engine.submit(samples(1), replace(LONG_RESPONSES, max_response_tokens=5))
     assert one.engine.step() == []
@@ -418,7 +418,7 @@ def test_an_answer_is_parsed_where_it_is_json(client: Client) -> None:
 def test_an_error_that_nobody_expects_ends_the_wait_for_a_stream(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asyncio would keep it to itself until the task is collected."""
+    """asyncio would report it only when the task is collected."""
     monkeypatch.setattr("rltrain.rollout.servers.calls._lines", lambda response, limit_s: 1 / 0)
     client.generate(body("a"))
     (failure,) = items(client, 1)

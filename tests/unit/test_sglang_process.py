@@ -1,4 +1,4 @@
-"""SGLang's process: its arguments, its start, its end, what is laid over its package."""
+"""SGLang's process: its arguments, its start, its end, and the modules laid over its package."""
 
 import argparse
 import importlib
@@ -68,7 +68,7 @@ def make_spec(folder: Path, **args: Any) -> ServerSpec:
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """make_server(**args of the stand-in), ended with the test."""
+    """Yields make_server(**args of the stand-in). The servers end with the test."""
     servers: list[Server] = []
 
     def make(**args: Any) -> Server:
@@ -172,7 +172,7 @@ def test_a_server_dies_with_its_rank(tmp_path: Path, number: signal.Signals) -> 
             record = read_record(tmp_path / "record")
             assert all(map(lives, record["pids"]))
         finally:
-            os.killpg(rank.pid, number)  # as torchrun ends a rank
+            os.killpg(rank.pid, number)  # like torchrun at the end of a rank
     wait_until_gone(record["pids"])
     assert not Path(record["environment"]["TMPDIR"]).exists()
 
@@ -196,7 +196,7 @@ def test_a_server_dies_with_its_supervisor(make_server: Callable[..., Server], t
         wait_until_gone([supervisor, others[0]])
         assert server.ending == "lost its supervisor to SIGKILL"
     finally:
-        for pid in filter(lives, others[1:]):  # of SGLang's processes each watches its parent
+        for pid in filter(lives, others[1:]):  # each process of SGLang watches its parent
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(record["environment"]["TMPDIR"])
 
@@ -312,7 +312,7 @@ NAMES = ["attention_backend", "tp_size", "tensor_parallel_size", "page_size"]
 
 @pytest.fixture
 def answer(tmp_path: Path) -> Callable[..., ServerSpec]:
-    """answer(args, **reply): a spec with these args, whose interpreter answers with this reply."""
+    """Returns answer(args, **reply). It makes a spec with these args, and its interpreter answers with this reply."""
 
     def make(args: dict[str, Any], **reply: Any) -> ServerSpec:
         fields = {"tensor_parallel_size": "tp_size"}
@@ -481,7 +481,7 @@ def test_cuda_graphs_leave_with_the_memory_that_is_released(tmp_path: Path, monk
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """module(name): one of those that SGLang's Python runs."""
+    """Returns module(name). It imports a module of SGLang's Python."""
     monkeypatch.syspath_prepend(SERVER_FOLDER)
     return importlib.import_module
 
@@ -509,9 +509,9 @@ def test_arguments_by_name_become_options(module: Callable[[str], ModuleType]) -
     parsed = vars(parser.parse_args(arguments.command_line(parser, base, later)))
     assert parsed == {
         "model_path": "m",
-        "tp_size": 2,  # the later layer wins, whatever the name
+        "tp_size": 2,  # the later layer wins for all names of an argument
         "offset": -4,
-        "enable_this": False,  # null stands for SGLang's own choice
+        "enable_this": False,  # null means SGLang's choice
         "always_on": True,
         "tf32": False,
         "loader": ["a.b"],
@@ -617,7 +617,7 @@ def test_what_changed_is_loaded_and_nothing_else(loader: str, share: float, seed
 
 
 def test_tensors_that_a_loader_joins_are_told_apart_and_waited_for() -> None:
-    """As SGLang joins two projections of latent attention once it has seen both, of which one may not have changed."""
+    """SGLang joins two projections of latent attention after it has seen both. One of them may be unchanged."""
     first, second = torch.arange(6.0).view(2, 3), torch.arange(10.0, 19.0).view(3, 3)
     target = torch.cat([first, second])
     seen: dict[str, Tensor] = {}

@@ -40,7 +40,7 @@ def padded_rows(name: str) -> bool:
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    """Of every parameter; rows of padding are zero."""
+    """Returns random weights of every parameter. Rows of padding are zero."""
     generator = torch.Generator().manual_seed(seed)
     made = {field.name: torch.randn(field.shape, generator=generator) for field in fields_of(LAYOUT, 0)}
     for name, tensor in made.items():
@@ -50,7 +50,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def write(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """As a reshard does: padding is not touched."""
+    """Writes values like a reshard: padding is not touched."""
     for name, view in views.items():
         rows = slice(0, 21) if padded_rows(name) else slice(None)
         view[rows] = values[name][rows]
@@ -87,7 +87,7 @@ def delivery(server: LoadingServer) -> Iterator[Delivery]:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_every_sync_brings_all_weights_and_its_version(server: LoadingServer, delivery: Delivery, verify: bool) -> None:
-    assert len(PARTS) > 4, "the slots must be used again"
+    assert len(PARTS) > 4, "slots must be reused"
     delivery.check_layout()
     assert delivery.version is None and server.models[0].num_post_loads == 0
     for version in (3, 7, 8):
@@ -120,7 +120,7 @@ def test_a_slot_is_not_written_before_the_engine_has_read_it(server: LoadingServ
     third = threading.Thread(target=lambda: write(delivery.tensors(2), values))
     third.start()
     third.join(0.5)
-    assert third.is_alive(), "the first slot was given out while the engine had not read it"
+    assert third.is_alive(), "the first slot was reused before the engine read it"
     may_load.set()
     third.join(30)
     assert not third.is_alive()
@@ -144,7 +144,7 @@ def test_a_sync_goes_on_when_the_server_dies_and_the_next_server_gets_all_of_it(
     with pytest.raises(EngineLost, match="connection reset"):
         deliver(delivery, weights(2), 2)
     assert delivery.version is None
-    assert len(server.calls) == dies_at + 1, "a dead server is asked again"
+    assert len(server.calls) == dies_at + 1, "a dead server got another request"
     server = LoadingServer(model_of(LAYOUT, 0))
     delivery.check_layout()
     delivery.redeliver()
@@ -216,7 +216,7 @@ def test_a_server_with_other_parameters_is_refused_by_name(model: Model, expecte
     ids=["name", "shape", "dtype", "stride"],
 )
 def test_a_load_that_does_not_fit_is_reported_at_the_end(model: Model, expected: str) -> None:
-    """Nothing is raised in the server, and the version is not set."""
+    """The server raises nothing, and the version is not set."""
     server = LoadingServer(model)
     delivery = delivery_to(server)
     with pytest.raises(EngineLost, match=expected):
@@ -229,7 +229,7 @@ def test_verify_finds_what_changed_on_the_way(server: LoadingServer, delivery: D
     views = delivery.tensors(0)
 
     def swap() -> None:
-        """Two elements change places in the first part's slot after it was handed over."""
+        """Swaps two elements in the slot of the first part after it was delivered."""
         flat = views["model.embed_tokens.weight"].view(-1)
         flat[[0, 1]] = flat[[1, 0]]
 
@@ -275,7 +275,7 @@ def test_the_payload_is_what_sglang_unpickles() -> None:
 
 
 def test_another_process_loads_weights_and_no_file_is_left() -> None:
-    """The loader in a Python that has nothing but torch and itself."""
+    """The other Python has only torch and the loader."""
     program = f"""
 import sys, json, torch
 sys.path.insert(0, {str(LOADER_FILE.parent)!r})
@@ -308,7 +308,7 @@ print(json.dumps([model.weight.tolist(), "rltrain" in sys.modules]))
 
 
 class Method:
-    """A quantisation method of SGLang's, by the name of its class."""
+    """A quantisation method of SGLang. The name of its class identifies it."""
 
 
 def method(kind: str, **attributes: Any) -> object:
@@ -382,7 +382,7 @@ def test_scales_that_were_made_powers_of_two_are_refused() -> None:
 
 
 def test_scales_that_only_the_engine_has_are_absent_after_a_sync() -> None:
-    """A server that has read no checkpoint has noise in them, which it would take for scales."""
+    """A server without a checkpoint has noise in them. It would use this noise as scales."""
     model = model_of(LAYOUT, 0)
     module = model.get_submodule("model.layers.0.self_attn")
     module.quant_method = method("Fp8KVCacheMethod")  # type: ignore[assignment]
@@ -397,11 +397,11 @@ def test_scales_that_only_the_engine_has_are_absent_after_a_sync() -> None:
 
 READS = len(PARTS)
 CALLS = 1 + 2 * len(PARTS) + 3
-"""Of a sync of what changed: its begin, a read and a load of each part, its finish and end, the version asked."""
+"""Calls of a sync of changes: begin, a read and a load of each part, finish, end, and the request for the version."""
 
 
 def with_changes(values: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
-    """With some elements of some parameters changed; no element that is padding."""
+    """Returns a copy with changed elements in some parameters. Padding is unchanged."""
     made = {name: tensor.clone() for name, tensor in values.items()}
     for number, (name, tensor) in enumerate(made.items()):
         rows = tensor[:21] if padded_rows(name) else tensor
@@ -417,7 +417,7 @@ def send_changes(
     version: int,
     skip: int | None = None,
 ) -> None:
-    """As a reshard does: only what differs is written."""
+    """Writes changes like a reshard: only differing elements."""
     delivery.begin()
     for part in range(delivery.num_parts):
         if part == skip:
@@ -443,7 +443,7 @@ def test_changes_are_written_over_what_the_server_has(server: LoadingServer, del
 
 
 def test_the_servers_own_memory_is_what_is_remembered(server: LoadingServer, delivery: Delivery) -> None:
-    """And not a copy of it: what the server changed would be found by whoever compares both sides."""
+    """Reads come from the server, not from a copy. So a comparison of both sides would find a change by the server."""
     values = weights(1)
     deliver(delivery, values, 1)
     server.models[0].held["model.norm.weight"][3] = 77.0
@@ -469,7 +469,7 @@ def test_parts_without_changes_need_not_come(server: LoadingServer, delivery: De
 
 @pytest.mark.parametrize("dies_at", [0, 1, 2, 3, 4, 2 * READS, CALLS - 3, CALLS - 1])
 def test_a_server_that_dies_meanwhile_is_replaced_by_one_with_all_changes(dies_at: int) -> None:
-    """What is still to come is written over the copy of what it had."""
+    """The remaining changes are written over the copy of the old weights."""
     server = LoadingServer(model_of(LAYOUT, 0))
     delivery = Delivery(
         PARTS, 0, device=torch.device("cpu"), keep=True, group=None, call=lambda p, b: server.call(p, b)
@@ -511,7 +511,7 @@ def test_a_sync_of_changes_may_begin_anew_and_send_everything(server: LoadingSer
 
 
 def test_what_the_server_cannot_read_is_taken_from_the_copy(server: LoadingServer, delivery: Delivery) -> None:
-    """So that no memory of another part gets into it, or to other engines."""
+    """Memory of other parts must not reach this server or other engines."""
     before = weights(1)
     deliver(delivery, before, 1)
     values, norm = with_changes(before, 2), server.models[0].get_submodule("model.norm")
@@ -536,13 +536,13 @@ def test_without_a_copy_a_sync_of_changes_needs_none(server: LoadingServer) -> N
 
 
 LAYOUT_OF_4 = engine_layout(tiny_architecture("qwen2"), Grid((0, 1, 2, 3)))
-"""Of four engines with one rank each; two to a node."""
+"""The layout of four engines with one rank each, two to a node."""
 PARTS_OF_4 = split(LAYOUT_OF_4, 3000)
 FIRST_CALLS = 3
 
 
 class Engine:
-    """One of the engines, as its rank has it."""
+    """One of the engines, from the view of its rank."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         job_store = JobStore(World(rank, 4, rank % 2, 2, CPU, store, timeout_s=10))
@@ -558,14 +558,14 @@ class Engine:
 
 
 def updates(rank: int, store: dist.Store, others_are_done: threading.Event, meeting: threading.Barrier) -> Any:
-    """Two updates; in the second one every server is lost, and those of ranks that keep nothing are back first."""
+    """Makes two updates. All servers are lost in the second one. Ranks without a copy are the first to return."""
     engine = Engine(rank, store)
     deliver(engine.delivery, weights(1), 1)
     meeting.wait(10)
     engine.server.calls, engine.server.dies_at = [], FIRST_CALLS
     writes = rank % 2 == 0
     if writes:
-        others_are_done.wait(0.3)  # whoever reads before this one has written would find version 1
+        others_are_done.wait(0.3)  # a reader before this write would find version 1
     with pytest.raises(EngineLost, match="connection reset"):
         deliver(engine.delivery, weights(2), 2)
     engine.start_anew()

@@ -1,4 +1,4 @@
-"""Config files: how they are read, those that are shipped, and the quickstart's task."""
+"""Config files: how they are read, the shipped ones, and the quickstart's task."""
 
 import json
 import re
@@ -58,10 +58,10 @@ LARGE = ("qwen3_30b_a3b.yaml", "qwen3_30b_a3b_4_nodes.yaml", "deepseek_v3.yaml")
 def test_bytes_and_seconds_are_foretold_in_a_fresh_checkout(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # none of the models that recipes name is there
+    monkeypatch.chdir(tmp_path)  # the models of recipes are not here
     header = HEADER.search(path.read_text())
     assert header
-    text = describe_job(path, [], DryRunOptions(int(header[1]), RANKS_PER_NODE))  # refused where an H100 has no room
+    text = describe_job(path, [], DryRunOptions(int(header[1]), RANKS_PER_NODE))  # raises if it does not fit an H100
     assert "no deadlock" in text and "Bytes, estimated for h100" in text and "a step: " in text
     model = load_config(path, []).model.path
     assert f"model.path: {model} does not exist yet; its shape is the one in rltrain's config.json of " in text

@@ -1,4 +1,4 @@
-"""The environments that come with rltrain: a calculator, a Python interpreter, a game."""
+"""The environments of rltrain: a calculator, a Python interpreter, a game."""
 
 import ast
 import json
@@ -49,7 +49,7 @@ class FractionOf(ast.NodeTransformer):
         return ast.Call(ast.Name("Fraction", ast.Load()), [node], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:  # noqa: N802
-        """What // gives is an int, whose own / would round."""
+        """Wraps a result of //, since it is an int and its / would round."""
         return ast.Call(ast.Name("Fraction", ast.Load()), [self.generic_visit(node)], [])
 
 
@@ -139,7 +139,7 @@ def test_the_game_goes_on_from_its_state() -> None:
 
 
 def play(host: EnvironmentHost, secrets: list[int], choose: Any) -> float:
-    """The share of games that a player wins who says choose(lowest, highest possible number)."""
+    """Returns the share of won games if the player guesses choose(lowest, highest possible number)."""
     bounds = {episode: (0, 9) for episode in range(len(secrets))}
     for episode, secret in enumerate(secrets):
         host.begin(episode, make_text_game.game_of(secret), seed=0)
@@ -183,4 +183,4 @@ def test_the_warm_up_shows_turns_of_the_game(tmp_path: Path) -> None:
         answers = turn["prompt"].removeprefix("0,9=").split("<eos>")[1:]
         assert all(answer[0] in "+," for answer in answers)
     attentive = sum(len({turn["response"] for turn in game}) == len(game) for game in games)
-    assert attentive > 300, "who guesses by the answers says nothing twice"
+    assert attentive > 300, "a player that uses the answers never repeats a guess"

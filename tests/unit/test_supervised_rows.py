@@ -1,4 +1,4 @@
-"""Rows with answers: demonstrations, pairs that were preferred, whole conversations."""
+"""Rows with answers: demonstrations, preference pairs, whole conversations."""
 
 import copy
 import json
@@ -152,7 +152,7 @@ def test_parts_share_a_step_without_overlap(tmp_path: Path, num_parts: int) -> N
     groups = torch.cat([part.group_ids for part in parts])
     assert sorted(groups.tolist()) == [0, 1, 2, 3]
     ids = torch.cat([part.sample_ids for part in parts])[groups.argsort()]
-    assert ids.tolist() == [28, 29, 30, 31], "four a step, for seven steps before"
+    assert ids.tolist() == [28, 29, 30, 31], "four samples in each of seven earlier steps"
     rows = torch.cat([part.prompt_ids for part in parts])[groups.argsort()]
     assert rows.tolist() == demonstrations.for_step(7).prompt_ids.tolist()
     assert sorted(rows.tolist()) == [0, 1, 2, 3]
@@ -221,7 +221,7 @@ def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path: Path) -> No
 
 
 def test_a_written_response_ends_as_the_template_ends_a_turn() -> None:
-    """The tokenizer's eos_token is another token than the one by which a chat's turn ends."""
+    """The tokenizer's eos_token differs from the last token of a chat's turn."""
     tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}[assistant]")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     end, data = tokenizer.convert_tokens_to_ids("<end>"), schema.Data(train=schema.PromptFile(path="x"))
@@ -294,7 +294,7 @@ def test_held_out_demonstrations_are_read_where_their_loss_is_asked_for(tmp_path
     assert [part.prompt_ids.tolist() for part in parts] == [[0, 3], [1], [2]]
     assert demonstrations.held_out(part=5, num_parts=6).num_samples == 0
     answered = asked.model_copy(update={"placement": {"actor,rollout,reward": 0}})
-    assert [*Demonstrations(answered).datasets] == ["data.train"], "whose rows of data.eval need no response"
+    assert [*Demonstrations(answered).datasets] == ["data.train"], "rows of data.eval need no response here"
 
 
 TEMPLATE = (
@@ -305,7 +305,7 @@ PAIR = {"prompt": "ab", "chosen": "xyz", "rejected": "w"}
 
 
 def said(*texts: str) -> list[dict[str, str]]:
-    """Messages of the user and the assistant in turn."""
+    """Returns messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -340,7 +340,7 @@ def preferences(
 
 
 def drawn_texts(experience: Experience) -> list[tuple[str, str]]:
-    """(text, what of it the model would have drawn) of each sample."""
+    """Returns (text, the model's own part) of each sample."""
     tokenizer, found = byte_tokenizer(), []
     lengths = experience.lengths.tolist()
     for tokens, mask in zip(experience.tokens.split(lengths), experience.response_mask.split(lengths), strict=True):
@@ -365,7 +365,7 @@ def test_a_pair_is_a_group_of_the_chosen_sample_and_the_rejected_one(tmp_path: P
 
 @pytest.mark.parametrize(("algorithm", "end"), [("dpo", "<end>"), ("reward_model", "<eos>")])
 def test_a_response_ends_as_the_template_ends_turns_but_for_scores(tmp_path: Path, algorithm: str, end: str) -> None:
-    """Role reward_model looks for the tokenizer's eos_token in texts that others wrote."""
+    """Role reward_model looks for the tokenizer's eos_token in texts from other sources."""
     tokenizer = byte_tokenizer(TEMPLATE.replace("<eos>", "<end>"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     experience = preferences(tmp_path, PAIR, algorithm=algorithm, tokenizer=tokenizer).for_step(0)
@@ -468,7 +468,7 @@ def test_held_out_pairs_are_all_there(tmp_path: Path) -> None:
 
 
 WHOLE_IS_EXACT = ("qwen2_5", "qwen3_coder", "llama3_1", "gemma3", "phi4", "smollm3")
-"""Families whose templates never change what stands before."""
+"""Families with templates that never change earlier text."""
 CHAT = [
     {"role": "user", "content": "What is 1 + 2?"},
     {"role": "assistant", "content": "The answer is 3."},
@@ -485,12 +485,13 @@ TOOL_TALK = [
 
 
 def learnt(record: Conversation) -> list[str]:
-    """The text of every turn."""
+    """Returns the text of every turn."""
     return [str(record.format.tokenizer.decode(record.ids[begin:end])) for begin, end in record.turns]
 
 
 def naive_mask(chat: ChatFormat, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-    """(ids, mask) of the template's rendering of the whole: an assistant's words and the token behind them."""
+    """Returns (ids, mask) of the template's rendering of the whole. The mask covers an assistant's words and the next
+    token."""
     text = chat.template.render(messages, generation_prompt=False)
     end = str(chat.tokenizer.convert_ids_to_tokens(chat.end.closing[-1]))
     spans, place = [], 0
@@ -514,7 +515,8 @@ def test_masks_are_those_of_the_whole_rendered_once(family: str, system: bool) -
 
 
 def drawn(chat: ChatFormat, messages: list[dict[str, Any]], said: list[str]) -> Conversation:
-    """What a rollout records whose engine draws the turns `said` and is answered by what stands between them."""
+    """Returns the record of a rollout whose engine generates the turns `said`. The messages between them are the
+    answers."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     record = Conversation.begin(chat, messages[: places[0]])
     for number, (place, turn) in enumerate(zip(places, said, strict=True)):
@@ -533,8 +535,8 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(family: str) -> N
         assert all(record.ids[end - 1] in record.format.end_tokens for _, end in record.turns)
         again = drawn(record.format, messages, said)
         assert (record.ids, record.turns) == (again.ids, again.turns)
-    assert "add" in said[0] or len(talks) == 1, "a turn that calls a tool is learnt with its call"
-    assert not any("3</" in text for text in said), "results are not"
+    assert "add" in said[0] or len(talks) == 1, "a turn with a tool call is trained on with its call"
+    assert not any("3</" in text for text in said), "results of tools are not trained on"
 
 
 GLM_MARKS = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -546,7 +548,7 @@ GLM_TEMPLATE = (
 
 
 def glm_format(*end_tokens: str) -> ChatFormat:
-    """A template whose turns end with the mark of the next message, as GLM-4's do."""
+    """Returns a template like GLM-4's: a turn ends with the mark of the next message."""
     tokenizer = copy.deepcopy(tokenizer_of("phi4"))
     tokenizer.add_special_tokens({"eos_token": GLM_MARKS[0], "additional_special_tokens": [*GLM_MARKS[1:]]})
     tokenizer.chat_template = GLM_TEMPLATE
@@ -575,7 +577,7 @@ def test_without_end_tokens_among_the_marks_the_tokenizers_ends_a_turn() -> None
 
 
 def test_reasoning_of_every_turn_is_learnt_though_the_template_drops_it() -> None:
-    """Rendered as a whole Qwen3's earlier turns have none; the model that drew them had."""
+    """Qwen3's rendering of the whole has no reasoning in earlier turns, but the model generated it."""
     messages = [dict(message) for message in CHAT]
     for number in (1, 3):
         messages[number]["content"] = f"<think>\nthought{number}\n</think>\n\n{messages[number]['content']}"

@@ -96,7 +96,7 @@ def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> No
     threads = [threading.Thread(target=work, args=(i,), name=f"worker {i}") for i in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.7)  # a write falls into the lives of the threads, when their names are known
+    time.sleep(0.7)  # a write happens while the threads live and have names
     for thread in threads:
         thread.join()
     events = closed_events(trace)
@@ -130,7 +130,7 @@ def test_a_killed_rank_leaves_what_it_was_doing(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGKILL)
     text = (tmp_path / "trace/rank1.json").read_text()
-    events = json.loads(text + "]")  # the format lets a reader take the end of the file for the end of the list
+    events = json.loads(text + "]")  # the format allows a missing "]"
     assert [(e["ph"], e["name"]) for e in phases(events, "BE")] == [
         ("B", "weight_sync"),
         ("E", "weight_sync"),
@@ -216,7 +216,7 @@ def test_with_logging_trace_the_rank_gets_its_file(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 10), st.integers(0, 20))
 def test_later_steps_are_taken_out_of_the_metrics(steps: list[int], first: int, cut: int) -> None:
-    """Whatever their order, and where the last line was cut short by a crash."""
+    """Steps may come in any order, and a crash may have cut the last line."""
     whole = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in steps)
     text = whole[: len(whole) - cut]
     kept = [step for step in steps[: text.count("\n")] if step < first]

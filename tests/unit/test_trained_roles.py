@@ -1,4 +1,4 @@
-"""What actor and critic do with the samples of a step."""
+"""Actor and critic at work on the samples of a step."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ def no_loss(experience: Experience, logprobs: Tensor, entropy: Tensor) -> LossOu
 
 
 def measured(experience: Experience, logprobs: Tensor, step: int) -> dict[str, float]:
-    """As a step's metrics, which are means over all response tokens, have it."""
+    """Returns the metrics of a step. They are means over all response tokens."""
     output = measuring_parity(no_loss, step)(experience, logprobs, logprobs)
     num_tokens = float(experience.response_mask.sum())
     return summarize_parity({name: float(value) / (num_tokens or 1) for name, value in output.token_sums.items()})
@@ -66,7 +66,7 @@ def test_without_such_tokens_nothing_is_said() -> None:
 
 
 def test_samples_count_for_as_much_as_in_the_loss_that_is_measured() -> None:
-    """Losses that routers add are divided by the same divisor."""
+    """Losses of routers are divided by the same divisor."""
     experience = packed_experience(SHAPE)
     for normalization in ("token_mean", "sequence_mean", "dr_grpo"):
         loss = policy_loss(Loss(normalization=normalization), 9)
@@ -109,7 +109,7 @@ def test_a_warning_comes_from_one_rank(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("speaks", [True, False])
 def test_every_rank_of_the_actor_asks_for_the_pause(speaks: bool) -> None:
-    """So that none of them comes to the end of the step before it is asked for."""
+    """No rank reaches the end of the step before the request."""
     reasons: list[str] = []
     found = ParityGate(Checks(max_kl=0.1, action="pause"), speaks=speaks, pause=reasons.append)
     found.check(3, {"fresh_kl": 0.1})
@@ -153,7 +153,7 @@ def test_a_step_of_which_nothing_is_left_has_no_staleness():
 
 @pytest.mark.parametrize(("clip", "expected"), [(0.2, 0.32), (None, 0.08), (0.5, 0.125)])
 def test_the_critics_clip_is_the_configs(monkeypatch: pytest.MonkeyPatch, clip: float | None, expected: float):
-    """A value that went from 0 to 0.6 towards a return of 1: (1 - v) ** 2 / 2, of the value held back to the clip."""
+    """A value went from 0 to 0.6 towards a return of 1. The loss is (1 - v) ** 2 / 2, with v limited by the clip."""
     monkeypatch.setattr(TrainedRole, "__init__", lambda *_, **__: None)
     shape = SimpleNamespace(updates_per_step=1)
     critic = CriticRole(SimpleNamespace(config=make_config(critic={"value_clip": clip}), shape=shape))  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_nobody_else_does_nor_anybody_of_usual_steps(caplog):
 
 
 def chunk_of(groups: list[int], num_samples: int, first_id: int) -> Experience:
-    """Samples of these groups of a chunk, with ids from `first_id` on and as many tokens as their place says."""
+    """Returns samples of these groups of a chunk, with ids from `first_id`. Sample i has i + 1 response tokens."""
     total = len(groups) * num_samples
     experience = packed_experience([(1, 1 + i) for i in range(total)])
     return experience.with_fields(
@@ -215,7 +215,7 @@ def test_chunks_follow_one_another():
     whole = batch.take()
     assert whole.sample_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
     assert whole.lengths.tolist() == [2, 3, 4, 5] * 2
-    assert whole.group_ids.tolist() == [0, 0, 3, 3, 5, 5, 6, 6], "a group of each chunk for itself"
+    assert whole.group_ids.tolist() == [0, 0, 3, 3, 5, 5, 6, 6], "groups of different chunks are different"
 
 
 def test_a_chunk_may_be_used_before_the_others_are_there():
@@ -234,7 +234,7 @@ def test_each_step_begins_with_no_samples():
 
 
 def test_a_step_that_was_not_trained_on_leaves_nothing_to_the_next():
-    """As in a step in which only the critic learns."""
+    """An example is a step of training only the critic."""
     batch = step_batch()
     for chunk in range(2):
         batch.add(chunk, chunk_of([0], 2, first_id=0))
@@ -262,7 +262,9 @@ def test_mini_batches_count_groups_through_the_step():
     batch.add(0, chunk_of([0, 3], 1, first_id=10))
     batch.add(1, chunk_of([1, 2], 1, first_id=20))
     parts = batch.mini_batches(batch.take())
-    assert [part.sample_ids.tolist() for part in parts] == [[10], [11], [20], [21]], "four groups a chunk, not all here"
+    assert [part.sample_ids.tolist() for part in parts] == [[10], [11], [20], [21]], (
+        "four groups per chunk, some elsewhere"
+    )
 
 
 def test_a_step_without_chunks_is_one_chunk():
@@ -304,7 +306,7 @@ def make_batch(prompts: int, samples: int, mini_batches: int, by: str = "samples
 
 @st.composite
 def legal_batches(draw: st.DrawFn) -> Batch:
-    """Of at most 24 prompts with at most 6 samples each."""
+    """Draws batches of at most 24 prompts with at most 6 samples each."""
     prompts, by, samples = draw(NUMBERS), draw(WAYS), draw(st.integers(1, 6))
     blocks = draw(st.sampled_from([n for n in range(1, prompts + 1) if prompts % n == 0]))
     parts = draw(st.sampled_from([n for n in range(1, samples + 1) if samples % n == 0])) if by == "samples" else 1
@@ -312,7 +314,7 @@ def legal_batches(draw: st.DrawFn) -> Batch:
 
 
 def cut(batch: Batch) -> Tensor:
-    """[prompts, samples] the mini-batch of each sample of a step."""
+    """Returns the mini-batch of each sample of a step, shape [prompts, samples]."""
     blocks = prompt_blocks_of(batch, batch.samples_per_prompt)
     assert blocks is not None
     groups = torch.arange(batch.prompts_per_step).repeat_interleave(batch.samples_per_prompt)
@@ -352,7 +354,7 @@ def test_by_samples_every_prompt_is_in_as_many_mini_batches_as_can_be(prompts, s
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 6), st.booleans())
 def test_by_samples_the_cut_is_a_run_of_equal_places_where_the_numbers_divide(prompts, samples, factor, several_blocks):
-    """All samples ordered by their place in the group, then by group, are cut into equal runs."""
+    """All samples, ordered by place in the group and then by group, are cut into equal runs."""
     prompts, mini_batches = (prompts * factor, samples * factor) if several_blocks else (prompts, samples)
     if not several_blocks and factor <= samples and samples % factor == 0:
         mini_batches = factor
@@ -363,10 +365,10 @@ def test_by_samples_the_cut_is_a_run_of_equal_places_where_the_numbers_divide(pr
 
 @given(legal_batches(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_replicas_share_mini_batches_out_whatever_the_chunks(batch, num_replicas, num_chunks, epochs, rng):
-    """Every sample is in one mini-batch, the same wherever it is; each replica has a share of each."""
+    """Every sample is in one mini-batch, independent of its replica. Each replica has a share of each mini-batch."""
     blocks = prompt_blocks_of(batch, batch.samples_per_prompt)
     assert blocks is not None
-    num_chunks *= blocks if rng.random() < 0.5 and blocks <= 4 else 1  # chunks and blocks have to fit in one another
+    num_chunks *= blocks if rng.random() < 0.5 and blocks <= 4 else 1  # one must be a multiple of the other
     prompts, samples = batch.prompts_per_step, batch.samples_per_prompt
     if prompts % num_chunks or (num_chunks % blocks and blocks % num_chunks):
         return

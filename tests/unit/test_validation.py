@@ -1,4 +1,4 @@
-"""What a config may not ask for is refused with the reason."""
+"""Illegal configs are refused with the reason."""
 
 import copy
 import functools
@@ -251,7 +251,7 @@ def test_all_that_cannot_be_comes_in_one_message():
 
 
 def test_a_single_rank_engine_may_share_its_rank_with_the_reward():
-    """Each engine changes its weights by itself; only the ranks of one engine have to agree."""
+    """Each engine changes its weights alone. Only the ranks of one engine have to agree."""
     check_sections(placement={**GRPO, "rollout": "1-2", "reward": "2-3"}, schedule=ASYNCHRONOUS)
 
 
@@ -300,7 +300,7 @@ def test_ranks_that_ask_need_no_memory_but_what_weights_pass_through() -> None:
     assert received_bytes(job, "rollout") > 16e9 and least_sync_s(job, "rollout", GPUS["h100"]) > 0
     grouped = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward": "8-9"}, 10, rollout=HTTP_ENGINE | {"http": GROUP})
     assert working_bytes(grouped, "weight_sync", {"rollout": 0})["staging"] == 2 * 512 * 2**20
-    assert received_bytes(grouped, "rollout") == received_bytes(job, "rollout"), "each rank passes on everything"
+    assert received_bytes(grouped, "rollout") == received_bytes(job, "rollout"), "each rank forwards everything"
 
 
 def test_urls_are_read_line_by_line(tmp_path: Path) -> None:

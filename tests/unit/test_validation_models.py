@@ -1,4 +1,4 @@
-"""Which models go with which mechanism: experts, INT4, replayed routing, a further token."""
+"""Legal combinations of models with experts, INT4, replayed routing and multi-token prediction."""
 
 import json
 from contextlib import nullcontext
@@ -201,7 +201,7 @@ def test_an_evaluation_may_have_the_losses_of_the_run_that_it_is_of() -> None:
 
 
 SPARSE = tiny_architecture("mixtral", hidden_size=48)
-"""Experts of 24 units."""
+"""A model with experts of 24 units."""
 LORA = {"lora": {"rank": 4}}
 EVALUATES = {"algorithm": "evaluate", "placement": {"rollout, reward": 0}}
 EVALUATES_APART = {"evaluation": {"dtype": "fp8"}, "placement": {**GRPO, "evaluation": 3}}
@@ -291,7 +291,7 @@ def test_other_models_than_the_policys_are_as_they_are() -> None:
 
 
 def thirty(**sections: Any) -> Any:
-    """Qwen3-30B-A3B on eight ranks that train and eight that draw."""
+    """Returns a job of Qwen3-30B-A3B with eight ranks for training and eight for generation."""
     return job_of(qwen3_30b_a3b(), {"actor": "0-7", "rollout, reward": "8-15"}, 16, **sections)
 
 
@@ -300,8 +300,8 @@ def thirty(**sections: Any) -> Any:
     [("none", 2 * 24), ("full", 1), ({"granularity": "full", "layers": 4}, 2 * 20 + 1), (["moe"], 1)],
 )
 def test_what_products_keep_for_backward_takes_memory(recompute: Any, layers: int) -> None:
-    """On the first of two stages, which has two micro-batches under way: by layer and micro-batch the rounded matrices
-    of a fourth of the experts."""
+    """The first of two stages has two micro-batches in flight. For each layer and micro-batch it keeps the rounded
+    matrices of a fourth of the experts."""
     if isinstance(recompute, list):
         recompute = {"granularity": "selective", "modules": recompute}
 
@@ -352,7 +352,7 @@ def test_what_has_nothing_to_replay_is_refused(mode: str, sections: Any, said: s
     ],
 )
 def test_what_has_is_not(mode: object, sections: Any) -> None:
-    """YAML has false for a bare off."""
+    """YAML reads a bare off as false."""
     config = replayed_config(mode, **sections)
     assert config.model.router_replay in ("off", "rollout", "recompute")
     assert not [*replay_problems(config)]
@@ -391,7 +391,7 @@ def test_what_travels_takes_memory() -> None:
 
 
 def test_a_server_keeps_what_it_records_on_the_host() -> None:
-    """In int32, for all that its cache has room for."""
+    """The record has int32 numbers for every token with a place in the cache."""
     server = {"engine": "sglang", "parallel": {"tp": 8}}
     off, rollout = (thirty(model={"path": "m", "router_replay": mode}, rollout=server) for mode in ("off", "rollout"))
     caches = [resident_bytes(job, "rollout", 0)["kv_cache"] for job in (off, rollout)]
@@ -553,7 +553,8 @@ def test_those_that_get_the_actors_weights_have_it_too(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_has_it_as_it_was_trained(tmp_path: Path) -> None:
-    """In the place of what the checkpoint has, beside what it has there that no model has."""
+    """The trained layer replaces the layer of the checkpoint. Checkpoint tensors without a counterpart in the model are
+    kept."""
     folder = write_config(tmp_path)
     model = read_architecture(folder).predicting()
     tensors = dict(zip(canonical_tensors(model).names, map(torch.randn, canonical_tensors(model).shapes), strict=True))

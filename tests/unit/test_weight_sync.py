@@ -1,4 +1,4 @@
-"""Syncs of weights: who is sent what, how engines join in flight, which models ranks host."""
+"""Syncs of weights: their parts, joining in flight, and the models of each rank."""
 
 import logging
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ REPORT = SyncReport(**NUMBERS, bytes_received=0, num_rounds=1, num_launches=1, p
 
 
 class Part:
-    """Notes in `log` what it is asked; the runs whose numbers are in `drifts` find a difference where they compare."""
+    """A part with a log of its calls. The runs numbered in `drifts` find a difference if they compare."""
 
     def __init__(self, log: list[Any], number: int, *, is_frozen: bool = False, drifts: tuple[int, ...] = ()) -> None:
         self.log, self.number, self.is_frozen, self.drifts = log, number, is_frozen, drifts
@@ -49,7 +49,7 @@ class Part:
 
 
 class Engine:
-    """Notes which parts come, and that those of changes alone hold what was there."""
+    """An engine with a record of its parts. The flag of a part means that it still holds the old weights."""
 
     def __init__(self) -> None:
         self.policy_version: int | None = None
@@ -95,7 +95,7 @@ def test_a_difference_is_answered_by_everything_and_said(caplog: pytest.LogCaptu
     assert sync.engine is not None and sync.engine.policy_version == 1
     log.clear()
     assert [sync(step, 0)["perf/weight_sync_is_full"] for step in (2, 3)] == [0.0, 0.0]
-    assert log == [(part, "changes", True) for part in (0, 1)] * 2, "each is compared from then on"
+    assert log == [(part, "changes", True) for part in (0, 1)] * 2, "each sync is compared from then on"
 
 
 def test_a_difference_behind_everything_ends_the_run() -> None:
@@ -110,7 +110,7 @@ def test_a_difference_behind_everything_ends_the_run() -> None:
 
 
 def test_engines_are_compared_with_the_weights_of_every_so_many_steps() -> None:
-    """checks.replicas. The weights of sync 3 are those that step 2 left, the third."""
+    """checks.replicas counts trained steps. Sync 3 brings the weights after step 2, the third step."""
     log: list[Any] = []
     sync = sync_of(Part(log, 0, drifts=(7,)), full_every=None, compared_every=3)
     compared = [step for step in range(6) if "perf/weight_sync_verify_s" in sync(step, 0)]
@@ -128,7 +128,7 @@ def test_parts_that_never_change_come_once_and_to_be_compared() -> None:
     assert engine.came == [(0, False), (1, False), (0, True), (1, True), (0, True), (0, True)]
     engine.num_restarts = 1
     sync(4, 0)
-    assert engine.came[-2:] == [(0, False), (1, False)], "a server that was started anew gets everything"
+    assert engine.came[-2:] == [(0, False), (1, False)], "a restarted server gets everything"
 
 
 def test_an_engine_that_a_sync_did_not_reach_gets_everything_with_the_next() -> None:
@@ -136,7 +136,7 @@ def test_an_engine_that_a_sync_did_not_reach_gets_everything_with_the_next() -> 
     for step in (0, 1):
         sync(step, 0)
     engine: Any = sync.engine
-    engine.policy_version = 7  # it was given other weights meanwhile
+    engine.policy_version = 7  # other weights came in between
     assert sync(2, 0)["perf/weight_sync_is_full"] == 1.0
     assert sync(3, 0)["perf/weight_sync_is_full"] == 0.0
 
@@ -153,7 +153,7 @@ def test_what_adapters_touch_is_apart_from_what_never_changes(family: str, targe
     found = groups_of(SimpleNamespace(config=config, architecture=architecture), source, 2000)  # type: ignore[arg-type]
     groups, frozen = ([group for group, is_frozen in found if is_frozen is wanted] for wanted in (False, True))
     names = np.array(source.tensors.names)
-    assert len(groups) > 1 and (np.sum([*groups, *frozen], axis=0) == 1).all(), "each tensor is in one of them"
+    assert len(groups) > 1 and (np.sum([*groups, *frozen], axis=0) == 1).all(), "each tensor is in exactly one group"
     adapted = {".".join(name.split(".")[-2:]) for name in names[np.any(groups, axis=0)]}
     if targets == ("v_proj",):
         assert adapted == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}, "they are one parameter in training"
@@ -169,7 +169,7 @@ def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_
     asked: list[Any] = []
 
     class Noting(RoleResharding):
-        """Notes what it is to send, and whether both sides are compared."""
+        """A resharding with a record of its sent elements and of its comparisons."""
 
         def __init__(self, *, is_frozen: bool) -> None:
             self.config = SimpleNamespace(verify=False)  # type: ignore[assignment]
@@ -195,7 +195,7 @@ def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_
 
 
 SYNCS = [(0, 0), (10, 4), (20, 4), (30, 25)]
-"""Positions, and from where on each may be joined."""
+"""Positions of syncs, each with the first position for joining it."""
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +210,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 class Rank:
-    """A rank with the positions at which it has joined syncs."""
+    """A rank with the positions of its joined syncs."""
 
     def __init__(self, store: dist.Store, rank: int, leader: int) -> None:
         self.joined: list[int] = []
@@ -251,11 +251,11 @@ def test_a_sync_that_an_engine_has_no_room_for_waits_until_its_place(actor, lead
     assert leader.joined == []
     leader.sync.reach(0)
     follower.sync.join_if_due()
-    assert leader.joined == follower.joined == [0], "the others follow the leader"
+    assert leader.joined == follower.joined == [0], "followers join with their leader"
 
 
 def test_several_syncs_are_joined_one_after_the_other_within_one_task(actor, leader):
-    """The actor goes on with samples that it has, however long the engine takes over the present ones."""
+    """The actor continues with existing samples, however long the engine works on the present ones."""
     leader.sync.position = 5
     for _ in range(3):
         actor.announce()
@@ -279,7 +279,7 @@ def test_no_sync_is_joined_before(may_join, positions, actor, leader):
 
 
 def test_a_sync_not_joined_before_is_joined_at_its_place(leader):
-    """There the engine waits for the actor, announced or not."""
+    """At this place the engine waits for the actor, whether the sync is announced or not."""
     for position in (0, 10, 20):
         leader.sync.position = position
         leader.sync.reach(position)
@@ -333,11 +333,12 @@ def test_the_store_is_asked_every_few_milliseconds_at_most(monkeypatch, actor, s
     leader = Rank(store, rank=1, leader=1)
     assert not leader.sync.is_due()
     actor.announce()
-    assert not leader.sync.is_due(), "asked a moment ago"
+    assert not leader.sync.is_due(), "the last request is too recent"
 
 
 class TestEnteringAGenerateTask:
-    """There the leader decides for all ranks of its engine; until it enters, a follower joins what it joins."""
+    """Entering a task: the leader decides for all ranks of its engine. Before it enters, a follower joins the same
+    syncs."""
 
     def test_the_leader_enters_once_all_have_come_and_the_others_after_it(self, leader, follower):
         leader.sync.come()
@@ -346,10 +347,10 @@ class TestEnteringAGenerateTask:
         assert not follower.sync.leader_has_entered()
         assert leader.sync.enter_first() and follower.sync.leader_has_entered()
         follower.sync.come()
-        assert not follower.sync.leader_has_entered(), "that was the task before"
+        assert not follower.sync.leader_has_entered(), "the leader has entered only the previous task"
 
     def test_a_follower_elsewhere_joins_what_its_leader_joins_at_the_door(self, actor, leader, follower):
-        """It may wait there for a rank that has joined that sync: its leader must not wait for it inside the task."""
+        """The follower may wait elsewhere for a rank in this sync. Its leader must not wait for it inside the task."""
         leader.sync.come()
         actor.announce()
         assert not leader.sync.enter_first()
@@ -369,7 +370,7 @@ class TestEnteringAGenerateTask:
         assert follower.joined == [0]
 
     def test_what_the_leader_joins_inside_the_task_the_follower_is_told_there(self, actor, leader, follower):
-        """It would join twice otherwise: before, and when it gets to hear of it in the task."""
+        """Otherwise the follower would join twice: before the task, and inside it."""
         follower.sync.come()
         leader.sync.come()
         assert leader.sync.enter_first()

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their names once they are complete, or not at all."""
+"""Files and folders appear under their names once they are complete, or not at all."""
 
 from pathlib import Path
 
