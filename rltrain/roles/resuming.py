@@ -401,7 +401,7 @@ def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints |
 
 def _say_where_it_goes_on(config: Config, checkpoint: Resumed) -> None:
     memory = ", in the nodes' memory" if checkpoint.in_memory else ""
-    logger.warning("going on after step %d, from %s%s", checkpoint.step, checkpoint.folder, memory)
+    logger.warning("resuming after step %d, from %s%s", checkpoint.step, checkpoint.folder, memory)
     if checkpoint.step == config.steps:
         logger.warning(
             "the run in %s is finished: all of its %d steps are done, and only the work after the last one is "

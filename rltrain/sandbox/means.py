@@ -35,7 +35,7 @@ def means() -> Mapping[str, MeansFinding]:
     return {"bubblewrap": _try_bubblewrap(), "kernel": _try("kernel")}
 
 
-def require(setting: str, key: str = "env.sandbox") -> str:
+def require(setting: str, key: str = "sandbox") -> str:
     """Returns the means for a setting: "auto", one of the means, or "none" (without protection).
 
     Raises ConfigError, with `key` in its message, if this machine cannot make such a sandbox.

@@ -114,6 +114,6 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
             agent.kill()
     told = "".join((tmp_path / f"node{node}").read_text() for node in range(2))  # the first agent to notice reports it
     assert statuses == [0, 0], told
-    assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "going on after step" in told, told
+    assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "resuming after step" in told, told
     assert json.loads(job.read_text())["world_size"] == 2
     elastic.whole(steps)

@@ -206,7 +206,7 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(stand: Stand, undisturbe
     assert f"the checkpoint in {small_disk / name_of(2)} is complete" in output
     assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "lock", name_of(2)]
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert "going on after step 2" in stand.run(setting)
+    assert "resuming after step 2" in stand.run(setting)
     assert stand.reported() == undisturbed
 
 
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole: Stand, 
     flip_a_byte(damaged)
     output = stand.run()
     assert f"the checkpoint of step 6 cannot be used: {damaged} is damaged" in output
-    assert f"going on after step 4, from {stand.checkpoints / name_of(4)}" in output
+    assert f"resuming after step 4, from {stand.checkpoints / name_of(4)}" in output
     assert stand.reported() == undisturbed
     assert not list(stand.checkpoints.glob(".*")), "leftovers are removed"
 
@@ -273,7 +273,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
     assert stopped and 0 < int(stopped[1]) < STEPS, output
     assert "rltrain: " not in output and "exitcode" not in output and str(REPOSITORY / "rltrain") not in output
     monkeypatch.delenv(SETTING, raising=False)  # the next run may be forked
-    assert f"going on after step {stopped[1]}" in stand.run()
+    assert f"resuming after step {stopped[1]}" in stand.run()
     assert stand.reported() == undisturbed
 
 

@@ -22,7 +22,7 @@ def test_a_run_with_idle_ranks_saves_and_goes_on(quickstart_files: Path, data_ov
     told = train_in_turn(QUICKSTART, {"first": [*common, IDLE_FIRST, "steps=2"], "last": last}, tmp_path, num_ranks=3)
     for rank in (0, 2):
         assert told.count(f"placement: rank {rank} hosts no role") == 1, told
-    assert "going on after step 2" in told
+    assert "resuming after step 2" in told
     assert [record["step"] for record in read_records(output)] == [0, 1, 2, 3], "each once, and the last evaluation"
     saved = [output / "checkpoints" / name_of(step) / "ranks" for step in (2, 3)]
     assert [sorted(path.name for path in ranks.iterdir()) for ranks in saved] == [

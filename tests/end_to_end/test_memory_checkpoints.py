@@ -90,7 +90,7 @@ def test_a_run_whose_node_is_lost_goes_on_from_the_others_memory(nodes: TwoNodes
     nodes.lose_node(0)
     assert (nodes.checkpoints / name_of(DISK_AT)).exists() and not (nodes.checkpoints / name_of(SAVED_AT)).exists()
     told = nodes.go_on()
-    assert f"going on after step {SAVED_AT}, from {nodes.memories[0]}" in told, told
+    assert f"resuming after step {SAVED_AT}, from {nodes.memories[0]}" in told, told
     assert nodes.reported() == undisturbed and nodes.steps_done() == STEPS + 1
     assert not [*nodes.memories[0].iterdir(), *nodes.memories[1].iterdir()], "it is given back at the end"
 
@@ -101,5 +101,5 @@ def test_a_killed_rank_of_one_node_needs_no_disk(warm_start: list[str], tmp_path
     memory = f"checkpoint={{save_hf: false, save_interval: 0, save_every_s: 0, memory: {{folder: {tmp_path}/memory}}}}"
     kills = [{"moment": "update", "step": 3, "rank": 0, "delay_s": 0.1}]
     told = stand.run(memory, kills=kills)
-    assert re.search(rf"going on after step [23], from {tmp_path}/memory/.*, in the nodes' memory", told), told
+    assert re.search(rf"resuming after step [23], from {tmp_path}/memory/.*, in the nodes' memory", told), told
     assert stand.reported() == undisturbed and not stand.checkpoints.exists()

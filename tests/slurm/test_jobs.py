@@ -46,7 +46,7 @@ class Job:
 
     def going_on(self) -> int:
         """Returns the number of resumes from a checkpoint."""
-        return self.told.count("going on after step")
+        return self.told.count("resuming after step")
 
 
 @pytest.fixture

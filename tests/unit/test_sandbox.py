@@ -356,7 +356,7 @@ def test_without_means_it_refuses_and_says_how_to_go_on(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="a.b: auto: .*bubblewrap: no namespaces; kernel: .*or a.b: none for limits"):
         require("auto", key="a.b")
     monkeypatch.setattr(machine, "means", lambda: {"bubblewrap": FAILS, "kernel": WORKS})
-    with pytest.raises(ConfigError, match="or env.sandbox: kernel, which works here"):
+    with pytest.raises(ConfigError, match="or sandbox: kernel, which works here"):
         require("bubblewrap")
     with pytest.raises(ConfigError, match="'docker' is unknown; expected one of auto, bubblewrap, kernel, none"):
         require("docker")
