@@ -56,7 +56,7 @@ def _each(interval: int) -> str:
     return "every step" if interval == 1 else f"every {interval} steps"
 
 
-PRODUCTS = {"hf": "the model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
+PRODUCTS = {"hf": "model", "metrics.jsonl": "metrics", "samples.jsonl": "samples"}
 """Files in a run's folder, and what they contain."""
 
 
@@ -188,7 +188,7 @@ class Progress:
         folder = Path(self.config.output_dir)
         left = [f"{what} {name}" for name, what in PRODUCTS.items() if (folder / name).exists()]
         if left:
-            self._print(f"in {folder}: {', '.join(left)}; rltrain report {folder} makes a page of them")
+            self._print(f"results in {folder}: {', '.join(left)}. To see them: rltrain report {folder}")
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
         """Returns whether a line is due. For the last step `close` prints it, because a record of the last evaluation

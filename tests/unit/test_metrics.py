@@ -498,7 +498,7 @@ def test_a_run_names_what_it_has_left(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with Progress(progress_config(output_dir=tmp_path), console=Console(file=output)) as progress:
         progress.write(0, {"perf/update_s": 1.0})
-    said = f"in {tmp_path}: the model hf, metrics metrics.jsonl; rltrain report {tmp_path} makes a page of them"
+    said = f"results in {tmp_path}: model hf, metrics metrics.jsonl. To see them: rltrain report {tmp_path}"
     assert output.getvalue().splitlines()[-1] == said
 
 
