@@ -54,8 +54,8 @@ def has_fault(findings: Sequence[Finding]) -> bool:
 # Installed and missing packages.
 
 NEEDED = (
-    *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "pydantic"),
-    *("pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn"),
+    *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "isal"),
+    *("pydantic", "pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn"),
 )
 """The dependencies of pyproject.toml. An installed package does not include that file."""
 OPTIONAL = {

@@ -468,5 +468,5 @@ def test_rates_of_other_rows_are_refused():
     run = Run(lead=0, num_ranks=1)
     state = run.ranks[0].state()
     other = SolvedRateRows(by_solved_rate([25], 4), run.log, lead=0, scoring=0, waiter=ShortPatience(), first_window=0)
-    with pytest.raises(CheckpointError, match=r"26 rows in 2 sources .* data.train has 25 rows in 1"):
+    with pytest.raises(CheckpointError, match=r"26 rows in 2 sources.*data.train has 25 rows in 1"):
         other.resume([state])
