@@ -213,8 +213,8 @@ class Agreement:
             return result
         except RuntimeError as error:
             raise SyncError(
-                f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. The message of "
-                "the lost rank comes first in the log"
+                f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. Look in the "
+                "log for the message of that rank"
             ) from error
 
     def _told(self, speaker: int, text: str) -> str:

@@ -31,7 +31,7 @@ def test_pages_are_plain() -> None:
 
 def test_a_riddle_is_found(tmp_path: Path) -> None:
     page = tmp_path / "riddle.py"
-    page.write_text('"""What is left of those that whoever stands at hand had said of what it was."""\n# Goes on anew.\n')
+    page.write_text('"""What is left of those that whoever stands at hand had said of it."""\n# What goes on anew.\n')
     prose = measure([page])
     assert prose.num_docstrings == 1 and len(prose.fragments) == 1
     assert prose.relatives_per_sentence > 2 and len(prose.stumbles) >= 4
