@@ -226,8 +226,10 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def records_in(manifest: str) -> dict[str, FileRecord]:
-    """Returns the records in a manifest's text. Raises ValueError, KeyError, TypeError and others if the text is no
-    manifest."""
+    """Returns the records in a manifest's text, by the file's path relative to the checkpoint's folder.
+
+    A text of another form raises ValueError, KeyError, TypeError, AttributeError, OverflowError or RecursionError.
+    """
     values = json.loads(manifest)
     return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
 

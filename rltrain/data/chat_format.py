@@ -358,7 +358,7 @@ class Conversation:
 
     @property
     def awaits_model(self) -> bool:
-        """Returns whether the next turn is the model's. Otherwise the last turn was."""
+        """Returns whether the next turn is the model's. If not, the last turn in the conversation is the model's."""
         return not self.turns or self.turns[-1][1] < len(self.ids)
 
     @cached_property

@@ -636,7 +636,12 @@ def rows_of(slices: Sequence[FileSlice], keys: Keys, config_key: str) -> Iterato
 
 
 def read_source(source: schema.PromptSource, keys: Keys, config_key: str) -> Rows:
-    """Yields every row of the files of `source`, one file after another, like `read_rows`."""
+    """Yields (origin, row or its problem) for all rows of a prompt source, one path after another in the order of the
+    config.
+
+    The origin is the row's file and number. `keys` are the keys to look up, None for all. `config_key` is the config
+    key of `source`, for messages. Raises DataError as `read_rows` does.
+    """
     paths = (source.path,) if isinstance(source.path, str) else source.path
     return read_rows(paths, keys, config_key, subset=source.subset, split=source.split)
 

@@ -158,7 +158,10 @@ class GenerateRequest(DrawingBody):
     stream: bool = False
 
     def prompt(self) -> str | list[int]:
-        """Returns the text or token ids of the prompt. Raises RequestRefused."""
+        """Returns the text or token ids of the prompt.
+
+        Raises RequestRefused if `stream` is set, or unless exactly one of `input_ids` and `text` is given.
+        """
         if self.stream:
             raise unsupported("stream", True, "false")
         if (self.input_ids is None) == (self.text is None):

@@ -127,10 +127,17 @@ SHARED = (
 def set_adapters(
     given: Mapping[str, Any], out: Translation, prefix: str, alpha: float, megatron: bool, section: str = "model.lora"
 ) -> None:
-    """Sets the adapters in `section` of the config. A rank of 0 means no adapters.
+    """Sets the adapters in `section` of the config. Sets nothing if the source's rank is 0 or missing.
 
-    `given` has the source's values of rank, alpha, targets, exclude, dropout, init, type and path. `alpha` is the
-    source's default. `prefix` is the prefix of the keys in messages.
+    `given` has the source's values of rank, alpha, targets, exclude, dropout, init, type and path (files of PEFT
+    adapters). Values may be missing. `alpha` is the source's default for alpha. `prefix` is the prefix of the source's
+    keys in messages.
+
+    With `megatron` the source trains with Megatron. Some of its adapters then share a matrix A, unless their type is
+    canonical_lora, and a note in `out` says so.
+
+    Values without a counterpart are listed in `out` as differences. Raises UntranslatableError if the rank is no whole
+    number, or if alpha or dropout is no number.
     """
     rank = given.get("rank")
     if rank in NOTHING or not count(rank):

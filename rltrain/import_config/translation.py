@@ -126,7 +126,8 @@ class SourceKeys:
         return keys[0], default
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """Returns the values of all keys below `prefix`, without the prefix. They count as read."""
+        """Returns the values of all keys beginning with `prefix`, such as "actor.optim.", without the prefix. They
+        count as read."""
         found = {key: value for key, value in self._values.items() if key.startswith(prefix)}
         self._read.update(found)
         return {key.removeprefix(prefix): value for key, value in found.items()}
@@ -545,8 +546,13 @@ def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, A
 
 
 def cut_fully_sharded(out: Translation, key: str, name: object) -> None:
-    """Replaces FSDP over all ranks by Megatron. Tensor parallelism has the width of the engine's, and the optimizer is
-    sharded over replicas. Ranks with parts of the same weights also share sequences."""
+    """Replaces the FSDP of a source by Megatron in `out`. `key` is the source's key and `name` its value, for messages.
+
+    Megatron shards no weights over all ranks. So the actor gets the engine's tensor-parallel size, if that is above 1
+    and the actor's is still 1. Its optimizer is sharded over replicas. The ranks of tensor parallelism then also share
+    sequences (sequence parallelism). So the context-parallel size is divided by its greatest common divisor with that
+    size.
+    """
     tp, slices = out.get("rollout.parallel.tp"), out.get("actor.parallel.cp")
     out.leave(key, name, "Megatron trains, with the engine's tensor parallelism and a distributed optimizer")
     if tp > 1 and out.get("actor.parallel.tp") == 1:

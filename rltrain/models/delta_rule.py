@@ -110,7 +110,12 @@ def convolve(
 
 
 def convolve_step(inputs: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """Computes `convolve` for one token per sample, inputs [samples, channels]. Updates `before` in place."""
+    """Computes one step of `convolve` for one new token per sample.
+
+    inputs [samples, channels] are the new tokens. weight [channels, kernel] has the weight of the new token last.
+    before [samples, kernel - 1, channels] are the previous inputs, oldest first. They are updated in place: the oldest
+    leaves and the new token is added. Returns SiLU of the convolution, [samples, channels], in the dtype of `inputs`.
+    """
     wide = _wide(inputs)
     window = torch.cat([before, inputs[:, None].to(before.dtype)], dim=1)
     before.copy_(window[:, 1:])

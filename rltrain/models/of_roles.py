@@ -48,7 +48,8 @@ def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
 
 
 def are_quickly_read(config: Config) -> bool:
-    """Returns whether `role_architectures` works without transformers. Loading transformers takes seconds."""
+    """Returns whether `role_architectures` reads the models of `config` without loading transformers. Loading takes
+    seconds."""
     roles = ("actor", *config.placed_roles)
     return not any(config.backend_of(r) == "fsdp" and is_unlisted(Path(config.checkpoint_of(r)[0])) for r in roles)
 

@@ -102,7 +102,10 @@ class Activations:
         return tokens * of_tokens + self._rounded_in_training() + self._scores(tokens)
 
     def offloaded(self, tokens: int) -> int:
-        """Returns the peak bytes of offloaded activations in host memory."""
+        """Returns the peak bytes of offloaded activations in host memory.
+
+        They are those of all micro-batches under way on the stage at once. Each has `tokens` tokens on this rank.
+        """
         return tokens * int(self._under_way() * self.leaving())
 
     def leaving(self) -> int:

@@ -53,8 +53,11 @@ def whole_elements(architecture: Architecture) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def whole_a_elements(adapted: Architecture) -> int:
-    """Returns the elements of the adapters' halves A. Every rank has them whole to merge its rows. Halves of experts
-    are sharded like their experts and do not count."""
+    """Returns the number of elements of all LoRA matrices A together, without those of experts.
+
+    `adapted` is an architecture with adapters. Every rank has these matrices whole to merge its rows of the weights.
+    Matrices A of experts are sharded like their experts.
+    """
     whole = whole_parameters(adapted)
     shapes = dict(zip(whole.names, whole.shapes, strict=True))
     return sum(prod(shape) for name, shape in shapes.items() if name.endswith(A) and len(shape) == 2)

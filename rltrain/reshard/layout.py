@@ -132,7 +132,11 @@ def stacked(name: str, segments: list[Segment], length: int, width: int | None) 
 
 
 def column_slice(name: str, rows: int, first: int, count: int) -> Shard:
-    """Returns a parameter of columns [first, first + count) of a tensor with `rows` rows."""
+    """Returns the description of a parameter with all rows of a tensor, but only its columns [first, first + count).
+
+    `name` is the parameter's name. `rows` is the number of rows of the whole tensor. The tensor is the first of its
+    group.
+    """
     pieces = np.zeros(1, dtype=PIECE)
     pieces["col"], pieces["rows"], pieces["cols"], pieces["stride"] = first, rows, count, count
     return Shard(name, (rows, count), pieces)

@@ -120,8 +120,11 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class ModelCutter:
-    """A maker of the parts of one layout. Each kind of layer is cut once per share and repeated. So the cost of a part
-    does not grow with the depth of the model or the number of its experts."""
+    """A maker of the parts of one layout. A part is the RankLayout of a rank and of all its replicas.
+
+    Each kind of layer is cut once per share and repeated. So the cost of a part does not grow with the depth of the
+    model or the number of its experts.
+    """
 
     def __init__(self, architecture: Architecture, side: Side) -> None:
         self.architecture = architecture
@@ -130,7 +133,11 @@ class ModelCutter:
         self._layers: dict[tuple[LayerKind, int, ExpertShare | None], Template] = {}
 
     def cut(self, chunks: Sequence[Chunk], share: TensorShare, experts: ExpertShare | None) -> RankLayout:
-        """Returns the part with `share` of all matrices of `chunks`, and with the experts in `experts`."""
+        """Returns the RankLayout of a rank with `chunks` of the model.
+
+        `share` is the rank's tensor-parallel share of all tensors except those of experts. `experts` is its share of
+        the experts. It may be None only if `chunks` have no experts.
+        """
         table, first = table_of(self.architecture), first_tensors(self.architecture)
         tied = self.architecture.tied_embeddings
         contents = _Contents()

@@ -109,7 +109,10 @@ class EndOfTraining:
         return position > self.position and not entry.final
 
     def meet(self) -> None:
-        """Waits until all ranks that end training early are here. A late rank may still have experience to send."""
+        """Waits until all of `ranks` have called this.
+
+        A rank may not leave before. A late rank may still have experience to send. Collective over: `ranks`.
+        """
         self._job.job_store.meet("end", len(self.ranks), waiting_for="the end of the other ranks")
 
     def _decide_to_stop(self, step: int, chunk: int) -> None:

@@ -101,9 +101,11 @@ def kill_worker(process: "subprocess.Popen[bytes]") -> None:
 
 
 def become_worker() -> tuple[io.FileIO, io.FileIO]:
-    """Called first in the worker. Returns (requests, answers) on private unbuffered descriptors.
+    """Prepares this process as a worker. It must be the worker's first call.
 
-    Users' code then reads an empty standard input, and prints to standard error.
+    Returns (requests, answers): the original standard input and output, on private unbuffered descriptors. Users' code
+    then reads an empty standard input, and prints to standard error. The worker ignores the signals of launchers, and
+    dies with its parent.
     """
     for number in SIGNALS_OF_LAUNCHERS:
         signal.signal(number, _nothing)  # unlike SIG_IGN it is not inherited by processes of users' code

@@ -100,7 +100,8 @@ def set_hostname(name: str) -> None:
 
 
 def join_namespace(path: str) -> None:
-    """Joins a namespace of another process, given as /proc/PID/ns/KIND."""
+    """Moves the calling thread into a namespace of another process, given as /proc/PID/ns/KIND. Raises OSError if the
+    kernel refuses."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _checked(_libc.setns(descriptor, 0), f"setns to {path}")

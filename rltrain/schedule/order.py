@@ -155,8 +155,10 @@ class Iterations:
 class Order:
     """The entries of a run, by position. Positions ascend, with gaps between iterations.
 
-    Entries are made on access, so time and memory do not depend on the number of steps. A resumed run begins with the
-    posts `crossing` its cut, and its first iteration lacks `skipped` entries.
+    Entries are made on access, so time and memory do not depend on the number of steps.
+
+    A resumed run begins at a cut. `crossing` are the posts before the cut with their waits after it. They are executed
+    first. `skipped` is the number of entries of the first iteration before the cut. They are left out.
     """
 
     def __init__(self, iterations: Iterations, crossing: Sequence[Entry] = (), skipped: int = 0) -> None:

@@ -119,10 +119,11 @@ def vocab_parallel_top(
 
 @torch.no_grad()
 def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: float, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of squared probabilities over the vocabulary, fp32 [rows].
+    """Returns the sum of squared probabilities over the vocabulary, fp32 [rows], without gradients.
 
-    It is the probability of two samples being the same token. Collective over: the tensor-parallel group (one
-    all-gather).
+    It is the probability of two samples being the same token under softmax(logits / temperature). Columns of `logits`
+    past `vocab_size` are padding and are ignored. The result is equal on every rank of `group`. Collective over: the
+    tensor-parallel group (one all-gather).
     """
     _, num_valid = logits.valid_columns(vocab_size, group)
     own = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.states.device)

@@ -161,13 +161,15 @@ class HostParameter:
 
 
 class Copies:
-    """Synchronous copies between host and device, for a CPU as the device."""
+    """Copies between host and device. In this class the device is a CPU, and copies are complete on return.
+    CudaHostCopies makes them asynchronous."""
 
     def begin(self) -> None:
         """Makes the next copies wait for all earlier work."""
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Wait:
-        """Copies every (destination, source). Host tensors are pinned. Returns a function that waits for the copies."""
+        """Copies each source to its destination, for pairs of (destination, source). Returns a function to wait until
+        all of them are complete. With CUDA, host tensors must be pinned, or the copies are not asynchronous."""
         for destination, source in pairs:
             destination.copy_(source, non_blocking=True)
         return lambda: None

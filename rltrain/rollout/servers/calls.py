@@ -252,7 +252,11 @@ class Client:
         self._thread.start(self._ended_by_disconnect(self._read(self._calls, self.inbox, body)))
 
     def disconnect(self) -> None:
-        """Ends all streams and connections, for a server in any state."""
+        """Ends all streams and connections. The server may be in any state.
+
+        A `call` in another thread then raises EngineLost. Raises EngineLost if the connections take longer than 2 *
+        _GRACE_S seconds to close.
+        """
         calls, self._calls = self._calls, None
         if calls is not None:
             self._wait(self._leave(calls), "closing the connections to the SGLang server", _GRACE_S)

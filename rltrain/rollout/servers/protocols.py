@@ -46,7 +46,7 @@ class UpdateGroup:
 
     The group's store and gloo listen only on this host's address towards `peer`. `join` and `broadcast` block for at
     most `timeout_s` and raise RuntimeError if the other end is lost. `close` may be called from another thread
-    meanwhile, and ends them.
+    meanwhile. It ends a broadcast, but not a `join`.
     """
 
     def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
@@ -163,10 +163,12 @@ class SGLangBroadcasts:
 
 
 async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
-    """Empties the prefix cache of a server with new weights, and sets the label of these weights.
+    """Empties the prefix cache of an SGLang server with new weights, and then sets the label of these weights.
 
-    The scheduler may still hold the last batch of aborted requests, so the server waits for it. Raises ServerBusy if
-    that takes longer than FLUSH_S. The server then lacks the label and is given the weights again.
+    The server waits for up to FLUSH_S seconds until its scheduler has dropped aborted requests. Each of the two
+    requests may take `limit_s` seconds. Raises ServerBusy if the server does not empty its cache. It then keeps its old
+    label, so rltrain takes it out of service until it has been given the weights again. Other errors are those of
+    `Calls`.
     """
     try:
         await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)

@@ -161,9 +161,12 @@ class SGLangEngine(RemoteEngine):
             self._session.submit(samples, sampling, self._tokenizer)
 
     def step(self) -> list[Sample]:
-        """Returns the samples finished since the last step. Waits for some milliseconds if there are none.
+        """Returns the samples finished since the last step, on every rank. Waits for some milliseconds if there are
+        none.
 
-        Raises SyncError on every rank between `begin_update` and `end_update`. Collective over: the engine's ranks.
+        A lost server is replaced, and the step then returns no samples. Raises EngineError if it has already been
+        replaced `max_restarts` times. Raises SyncError before the first weight sync, and between `begin_update` and
+        `end_update`. Raises DivergenceError as in `Engine.step`. Collective over: the engine's ranks.
         """
         served_version(self.policy_version)
         if not self._unfinished:

@@ -386,7 +386,8 @@ def replace_steps(model: LanguageModel, optimizer: MegatronOptimizer, settings: 
 
 
 def stepping(member: MegatronOptimizer) -> SteppingOptimizer | None:
-    """Returns the replacement of a member's steps, or None."""
+    """Returns the SteppingOptimizer installed in a member by `replace_steps`. Returns None if the member makes its
+    steps with Megatron's own Adam."""
     return member.optimizer if isinstance(member.optimizer, SteppingOptimizer) else None
 
 
