@@ -245,7 +245,10 @@ def kl_cov(tokens: ResponseTokens, settings: schema.Loss) -> Surrogate:
 
 
 def largest_covariances(tokens: ResponseTokens, ratio: float) -> Tensor:
-    """Returns the share `ratio` of the response tokens with the largest covariance, as a bool mask [tokens]."""
+    """Returns a bool mask [tokens] of the share `ratio` of the micro-batch's response tokens, at least one token.
+
+    They have the largest `covariances` of log-prob and advantage.
+    """
     covariance = covariances(tokens).masked_fill(~tokens.mask, -torch.inf)
     order = torch.argsort(covariance, descending=True, stable=True)[: number_chosen(tokens, ratio)]
     chosen = torch.zeros_like(tokens.mask)
@@ -434,10 +437,12 @@ def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tens
     """Returns KL(policy || reference) over the vocabulary, or its estimate from the sampled token, shape [tokens].
 
     The KL over the vocabulary is for estimator "full", with the distribution of the reference in the experience.
+    `of_asked` then has the policy's log-probs of `asked_tokens`, as in `divergence_from`. Estimates do not use it.
 
-    By default an estimate is multiplied by the ratio (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). Its mean over
-    tokens of the old policy is then the KL, and its gradient is the KL's gradient. Without the ratio, only k2 has the
-    KL's gradient, and only if old and present policy are equal.
+    By default an estimate is multiplied by `tokens.ratio`, the probability under the present policy over that under
+    the old one (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). Its mean over tokens of the old policy is then the KL,
+    and its gradient is the KL's gradient. Without the ratio, only k2 has the KL's gradient, and only if old and present
+    policy are equal.
     """
     if settings.estimator == "full":
         over_vocabulary = divergence_from("reference", tokens.experience, of_asked)

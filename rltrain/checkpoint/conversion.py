@@ -165,7 +165,7 @@ def write_checkpoint(
 
 
 class _Values:
-    """The values of `chunk`, with zeros for its padding."""
+    """The values of `chunk`, a writer's part of one tensor of the checkpoint, with zeros for padding."""
 
     def __init__(self, tensors: GlobalTensors, chunk: TensorChunk, read: ReadBox, dtype: torch.dtype) -> None:
         self._chunk, self._read, self.dtype = chunk, read, dtype
@@ -173,7 +173,10 @@ class _Values:
         self._width = chunk.shape[-1]
 
     def write_into(self, file: DurableFile) -> None:
-        """Writes the values in the format of torch.save, by blocks of whole rows."""
+        """Appends the chunk to `file`, with the same bytes as a torch.save of the chunk alone. A file has many chunks.
+
+        The elements are read and written in blocks of whole rows.
+        """
         around = around_elements(self._chunk.shape, self.dtype)
         file.write(around.before)
         file.crc32 = 0
@@ -474,10 +477,11 @@ def convert_to_megatron(
     """Writes `source` as a Megatron checkpoint into the new folder `output`. Megatron-LM and slime load it at any
     layout.
 
-    Each rank of `writers` has its file. `dtype` None keeps the source's type. `iteration` None makes it a release of
-    weights to start from. Its folder `hf` gets the config, the tokenizer and the layers predicting further tokens.
-    Raises CheckpointError if the source or the output cannot be used. Collective over: all processes. They share the
-    writers.
+    `writers` is the grid of ranks imitated by the checkpoint, with one file per rank. These ranks are not processes:
+    every process writes the files of some of them. `dtype` None keeps the source's type. `iteration` None makes the
+    checkpoint a release of weights to start from. The folder `output`/hf, beside the iteration, gets the config, the
+    tokenizer and the layers predicting further tokens. Raises CheckpointError if the source or the output cannot be
+    used. Collective over: all processes.
     """
     dtype = target_type(source, dtype)
     counted = CountedSource(source)

@@ -433,7 +433,10 @@ class Config(Section):
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     def served(self, role: str) -> Served:
-        """Returns the engine settings of a role with engines."""
+        """Returns the engine settings of `role`, a role with engines: its own section of the config.
+
+        Role evaluation gets section rollout, with the engine keys of section evaluation in place of rollout's.
+        """
         if role == "evaluation":
             return of_own_engines(self.rollout, self.evaluation)
         section: Served = getattr(self, role)

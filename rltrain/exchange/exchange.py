@@ -308,7 +308,11 @@ class Exchange:
                 del self.outbox[position]
 
     def finish(self) -> None:
-        """Waits until neighbours have received all messages relayed by this rank."""
+        """Waits until all messages relayed by this rank have been received.
+
+        A rank relays data from other nodes to the ranks of its replica on its own node. Messages of `post` are not
+        included, since `retire` waits for them.
+        """
         while self.relayed:
             self._await(self.relayed[0].deliveries, f"delivery of {self.relayed[0].route.name}")
             del self.relayed[0]

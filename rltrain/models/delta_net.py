@@ -46,7 +46,8 @@ class DeltaNet:
 
     @property
     def values(self) -> int:
-        """Elements of a token's values. Their gates have as many."""
+        """Elements of a token's values over all value heads of this object: the whole model, or one rank's share after
+        `shared_by`. The output gates of a token have as many. The decays have one element per value head."""
         return self.num_heads * self.value_dim
 
     @property

@@ -61,9 +61,10 @@ has those weights."""
 
 
 def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
-    """Returns a loss function that also sums METRICS, over the tokens with policy version `step`.
+    """Returns a loss function that also measures the difference between log-probs of trainer and engine.
 
-    The weights of samples in the loss stay the same.
+    It adds METRICS to the `token_sums` of the output, summed over the response tokens with policy version `step`. The
+    loss is that of `loss_function`. A SharedLoss stays one, with its divisor shares.
     """
 
     def measured(experience: Experience, logprobs: Tensor, *others: Any) -> LossOutput:

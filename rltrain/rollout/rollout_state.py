@@ -287,9 +287,10 @@ class OutcomeLog:
         return {row: (solved, drawn) for row, solved, drawn in json.loads(text)}
 
     def agree(self, window: int, step: int) -> int:
-        """Returns the generate task's step in which a window of the stream was ordered.
+        """Returns the step of the generate task that fixes the order of prompts in a window of the stream.
 
-        This is the `step` of the first rank to ask. Each rank asks once per window.
+        `window` is the window's number, and `step` the step of this rank's current generate task. The result on every
+        rank is the `step` of the first rank to ask. Each rank asks once per window. It does not wait for other ranks.
         """
         agreed = int(self.store.compare_set(f"window {window}", "", str(step)))
         self._count_reader(f"window {window}")
@@ -314,7 +315,8 @@ class FixedRows:
         self.order, self.first = order, first
 
     def begin(self, step: int, consumed: Consumed, done: Consumed, serve: Serve) -> None:
-        """Does nothing, because the rows do not depend on the task."""
+        """Does nothing, because the rows do not depend on the generate task. It has the arguments of
+        `SolvedRateRows.begin`."""
 
     def row(self, position: int) -> int:
         return self.order.row(position - self.first)

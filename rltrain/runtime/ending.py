@@ -88,10 +88,13 @@ class Ending:
     def with_message(
         self, message: str, status: int, *, summary: str = "", before_printing: Callable[[], None] = lambda: None
     ) -> NoReturn:
-        """Prints `message` unless another rank has printed one, and ends. `summary` (default: `message`) is for
-        torchrun.
+        """Prints `message` and ends this process with exit status `status`, if this rank is the first to fail.
 
-        The printing rank calls `before_printing` first.
+        This rank calls `before_printing` first. `summary` (default: `message`) is for torchrun. If another rank was
+        first, this rank prints nothing and ignores its own arguments. It then exits with status 0 under the same
+        launcher as the first rank, or with the first rank's status under another launcher. If the first rank's
+        message does not appear in time, the status is always that of the first rank. If the store cannot be
+        reached, one rank per node prints its own message, and the status is FAILED.
         """
         _this_thread_ends_the_process()
         try:

@@ -83,7 +83,10 @@ class AdapterMode(ABC):
         """Returns the model's `weight` of this name, with its adapter merged if it has one."""
 
     def held(self) -> list[Tensor]:
-        """Returns all tensors of the adapters on the device."""
+        """Returns the device tensors of the adapters: this rank's `parameters`, and copies made from them for merging.
+
+        Memory part "weights" moves all of them.
+        """
         return [*self.parameters.values()]
 
     @contextmanager

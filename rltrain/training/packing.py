@@ -57,7 +57,11 @@ def positions_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
 
 
 def places_of_all(lengths: Sequence[int], size: int) -> Tensor:
-    """Returns `places_of` of all ranks in rank order, [tokens]. This is the order of gathered rows."""
+    """Returns `places_of` of all `size` context-parallel ranks, concatenated in rank order, int64 [tokens].
+
+    Row i of a tensor gathered from these ranks is the token at place i of the result, an index into the sequences laid
+    end to end. `lengths` are the padded lengths.
+    """
     return torch.cat([places_of(lengths, ContextShare(rank, size)) for rank in range(size)])
 
 

@@ -74,7 +74,10 @@ def sharing_groups(grid: Grid) -> tuple[Sequence[RankList], Sequence[RankList]]:
 
 
 def replica_of(layout: Layout, rank: int) -> tuple[int, int]:
-    """Returns (index, size) of `rank` among the ranks with its part of the layout."""
+    """Returns (index, size) of `rank` in its group of ranks with equal parts of the layout, in the layout's order.
+
+    A rank of index 0 can act for its group, for example as the only writer of the part.
+    """
     mine = layout.parts[layout.ranks.index(rank)]
     replicas = [other for other, part in zip(layout.ranks, layout.parts, strict=True) if part == mine]
     return replicas.index(rank), len(replicas)

@@ -98,8 +98,12 @@ class RoleModel(ABC):
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns each token's log-prob [tokens], and the `count` likeliest tokens at its position with their
-        log-probs, [tokens, count] each. Otherwise it is like `evaluate`."""
+        """Returns each token's log-prob, fp32 [tokens], and the `count` likeliest tokens at its position with their
+        log-probs, int64 and fp32 [tokens, count]. Logits are divided by `temperature`.
+
+        All tokens of prompts and responses are included. Values of a sample's first token are 0. The results are in
+        host memory, without gradients.
+        """
         shape = experience.num_tokens, count
 
         def likeliest(batch: MicroBatch, of_tokens: Tensor) -> Sequence[Tensor]:

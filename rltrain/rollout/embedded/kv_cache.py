@@ -566,7 +566,11 @@ def _by_row(sinks: Tensor | None) -> Tensor | None:
 
 
 def rounded(count: int, sizes: int) -> int:
-    """Rounds up to one of `sizes` numbers between each power of two and the next."""
+    """Rounds `count` up to a number on a grid, for few different shapes. `sizes` is a power of two.
+
+    The grid has `sizes` evenly spaced numbers above each power of two, up to and including the next one. With 4 sizes
+    the grid above 8 is 10, 12, 14, 16. Counts up to 2 * `sizes` stay the same.
+    """
     below = 1 << max(0, (count - 1).bit_length() - 1)
     granule = max(1, below // sizes)
     return -(-count // granule) * granule

@@ -188,9 +188,11 @@ class InflightRequest(Drawing):
     """The server's meta_info of the final event."""
 
     def take(self, event: Mapping[str, Any], version: int) -> None:
-        """Adds the tokens and log-probs of an event: the last ones of `completion_tokens`.
+        """Adds the tokens and log-probs of an event to the response.
 
-        `version` is the server's current policy version.
+        The event's `completion_tokens` is the total number of response tokens so far. The tokens and log-probs of the
+        event are the last of these. `version` is the server's current policy version. If it is still the version of
+        the request, all tokens so far are certain.
         """
         meta = event["meta_info"]
         total = meta["completion_tokens"]
