@@ -132,7 +132,7 @@ def _cell(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the description and the arguments of the command to the parser."""
+    """Sets the description of the command. It has no arguments."""
     parser.description = SCHEMA_COMMAND
 
 
