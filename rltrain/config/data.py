@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, HubName, Positive, Section, Share
+from rltrain.config.section import Count, HubName, NonNegative, Positive, Section, Share
 
 Paths = str | Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -38,6 +38,9 @@ class Rows(Section):
     tools_key: str | None = None
     """Column with the tools for the chat template: a list of schemas in OpenAI's format, or such a list as JSON text.
     The value of a row may be null."""
+    images_key: str | None = "images"
+    """Column with the images of a row, with model.vision: paths, data URLs, bytes, or {bytes, path}. Rows without this
+    column have no images. `null`: no row has any."""
     system_key: str | None = None
     """Column with the text of a system message. It is used for prompts without one. The value of a row may be null."""
     max_rows: Count | None = None
@@ -120,6 +123,24 @@ class SolvedRate(Section):
     other prompt is left. `null`: never."""
 
 
+class Images(Section):
+    """Sizes of images, and the files with their pixels on every node."""
+
+    max_pixels: Count | None = None
+    """Most pixels of an image. Larger images are scaled down. `null`: the limit of the checkpoint's image processor."""
+    min_pixels: Count | None = None
+    """Fewest pixels of an image. Smaller images are scaled up. `null`: the limit of the checkpoint's image processor.
+    """
+    folder: str | None = None
+    """Folder of a node for decoded images. `null`: /dev/shm if it has room for them, else the folder for temporary
+    files."""
+    cache_gb: NonNegative = 4.0
+    """Space for decoded images that no sample uses at the moment, in GB of 10^9 bytes per node."""
+    check: Literal["header", "full"] = "header"
+    """Check of the images of rows before training. `header`: the beginning and the end of every file. `full`: every
+    image is decoded once."""
+
+
 class Data(Section):
     """Training and evaluation rows, the chat template, and limits of lengths."""
 
@@ -132,6 +153,7 @@ class Data(Section):
     """Variables of the chat template, such as {enable_thinking: false}. Agents send their own in their requests."""
     system_prompt: str | None = None
     """System message for prompts without one. It needs a chat template. `null`: none."""
+    images: Images = Images()
     shuffle: bool = True
     """Shuffles the rows in every epoch, by `seed`. `false`: the rows keep their order."""
     curriculum: Curriculum | None = None

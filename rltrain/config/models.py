@@ -24,6 +24,8 @@ class Lora(Section):
     matrices of the model."""
     dropout: NonNegative = Field(default=0.0, lt=1)
     """Share of an adapter's inputs set to zero in training."""
+    vision: bool = False
+    """Also adapts the matrices of the vision tower, with model.vision. `targets` then selects from both."""
     path: str | None = None
     """A PEFT folder to start from, with adapter_config.json and adapter_model.safetensors. `null`: A is random (`seed`)
     and B is zero."""
@@ -122,6 +124,20 @@ class Mtp(Section):
     vocabulary head. `model`: the whole model, including the layers before and the embedding."""
 
 
+class VisionSettings(Section):
+    """The vision tower of the policy. It encodes the images of prompts and observations."""
+
+    train: bool = True
+    """Trains the tower with the language model. `false`: its weights stay as in the checkpoint."""
+    recompute: bool = True
+    """Encodes images again in backward, a part at a time. `false`: activations of all images of a mini-batch stay in
+    memory."""
+    max_patches: Count = 16384
+    """Most patches of images to encode at a time, in training and in engines. A larger image is encoded alone."""
+    engine_cache_gb: NonNegative = 0.5
+    """Memory of an embedded engine for the features of earlier images, in GB of 10^9 bytes."""
+
+
 class Recompute(Section):
     """Recomputation of activations in backward."""
 
@@ -186,6 +202,8 @@ class Model(Section):
 
     mtp: Mtp | None = None
     """Multi-token prediction of the actor. `null`: its prediction layers stay as in the checkpoint."""
+    vision: VisionSettings | None = None
+    """Images in prompts and observations. `null`: texts only. The vision tower of a checkpoint then stays unchanged."""
 
     @property
     def recomputed(self) -> Recompute:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
+from rltrain.config.data import Images as Images
 from rltrain.config.data import PromptFile as PromptFile
 from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.data import SolvedRate as SolvedRate
@@ -49,6 +50,7 @@ from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
+from rltrain.config.models import VisionSettings as VisionSettings
 from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart

@@ -11,7 +11,12 @@ from rltrain.config.schema import Config, Loss, Parallel, PromptFile, Trained
 from rltrain.config.section import role_names, split_roles
 from rltrain.errors import ConfigError, PlacementError, one_of
 from rltrain.planning.problems import http_problems, longest_text, lora_key, lora_problems, refuse, reward_problems
-from rltrain.planning.validation_models import fake_quantization_problems, mtp_problems, replay_problems
+from rltrain.planning.validation_models import (
+    fake_quantization_problems,
+    mtp_problems,
+    replay_problems,
+    vision_problems,
+)
 from rltrain.planning.validation_schedule import evaluation_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import model_roles, served_roles, trained_roles
@@ -467,6 +472,7 @@ def check_config(config: Config) -> None:
         *lora_problems(config),
         *fake_quantization_problems(config),
         *mtp_problems(config),
+        *vision_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
 

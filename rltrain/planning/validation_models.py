@@ -4,12 +4,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.data import Images
 from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
 from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
-from rltrain.planning.problems import adapted_model_problems, evaluated_text, longest_text, refuse, url_problems
+from rltrain.planning.problems import (
+    adapted_model_problems,
+    evaluated_text,
+    longest_text,
+    lora_key,
+    refuse,
+    url_problems,
+)
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
@@ -319,6 +327,23 @@ def mtp_problems_of_models(
             f"actor.parallel.pp: got {grids['actor'].pp} with {MTP} and tied embeddings; expected 1: the last stage "
             "would also need the embedding"
         )
+
+
+# The settings of model.vision.
+
+VISION = "model.vision"
+
+
+def vision_problems(config: Config) -> Iterator[str]:
+    """Yields the problems of model.vision, and of the keys without effect if it is null."""
+    if config.model.vision is not None:
+        yield f"{VISION}: got a section; expected null: models with a vision tower use texts only so far"
+        return
+    for role in trained_roles():
+        if (lora := config.lora_of(role)) and lora.vision:
+            yield f"{lora_key(role)}.vision: got true without {VISION}; expected false, as no tower is trained"
+    if config.data.images != Images():
+        yield f"data.images: got a section without {VISION}; expected none, as prompts have no images"
 
 
 # The settings of model.router_replay.

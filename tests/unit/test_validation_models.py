@@ -525,6 +525,19 @@ def test_a_model_without_a_head_has_no_such_layer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {"path": "m", "vision": {}}}, r"model\.vision: got a section; expected null"),
+        ({"model": {"path": "m", "lora": {"vision": True}}}, r"model\.lora\.vision: got true without model\.vision"),
+        ({"data": {"train": {"path": "p"}, "images": {"max_pixels": 784}}}, r"data\.images: got a section without"),
+    ],
+)
+def test_what_needs_a_vision_tower_is_refused(sections: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_config(make_config(**sections))
+
+
+@pytest.mark.parametrize(
     ("changes", "pp", "said"),
     [
         ({"model_type": "qwen2", "attention_bias": None}, 1, "is of family qwen2"),
