@@ -55,7 +55,7 @@ def has_fault(findings: Sequence[Finding]) -> bool:
 
 NEEDED = (
     *("torch", "megatron-core", "einops", "transformers", "safetensors", "huggingface-hub", "numpy", "isal"),
-    *("pydantic", "pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn"),
+    *("pydantic", "pyyaml", "pyarrow", "math-verify", "rich", "httpx", "starlette", "uvicorn", "pillow"),
 )
 """The dependencies of pyproject.toml. An installed package does not include that file."""
 OPTIONAL = {

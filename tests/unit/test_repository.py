@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "environments": (*BASE, "rewards", "runtime", "sandbox"),
     "reshard": (*BASE, "models", "runtime"),
     "checkpoint": (*BASE, "models", "reshard", "runtime"),
-    "data": (*BASE, "environments.interface", "runtime"),
+    "data": (*BASE, "environments.interface", "models.vision", "runtime"),
     "algorithms": (*BASE, "data", "rewards.locating"),
     "exchange": (*BASE, "data", "runtime"),
     "schedule": (*BASE, "algorithms", "runtime.placement"),
@@ -83,7 +83,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 FAST_TO_IMPORT = (
     *("config.schema", "config.loader", "algorithms.registry", "schedule.shape", "schedule.step"),
     *("planning.validation", "planning.validation_schedule", "planning.sync_time", "planning.description"),
-    *("runtime.grid", "runtime.placement", "models", "models.flops"),
+    *("runtime.grid", "runtime.placement", "runtime.image_files", "data.images"),
+    *("models", "models.flops", "models.vision", "models.rope_positions"),
     *("reshard.layout", "reshard.plan", "reshard.megatron_layout"),
     *("rollout.layout", "rollout.workspace", "sandbox.means", "cli.python_interface"),
 )
