@@ -50,12 +50,14 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "routed_experts": (torch.int8, "token"),
     "weight_means": (torch.float32, "sample"),
     "actor_squares": (torch.float32, "token"),
+    "image_keys": (torch.int64, "token"),
+    "rope_positions": (torch.int32, "token"),
 }
 
 WIDE = frozenset(
     {
         *("reward_parts", "reference_top_ids", "reference_top_logprobs"),
-        *("teacher_top_ids", "teacher_top_logprobs", "routed_experts"),
+        *("teacher_top_ids", "teacher_top_logprobs", "routed_experts", "rope_positions"),
     }
 )
 """Fields with several numbers per sample or token. Their tensors have a second dimension."""
@@ -128,6 +130,11 @@ class Experience:
     """Divisor of the sample's weights of loss.correction, shape [samples]."""
     actor_squares: Tensor = field(default_factory=_absent)
     """Sum of the squared probabilities that the actor gives to all tokens in the token's place, shape [tokens]."""
+    image_keys: Tensor = field(default_factory=_absent)
+    """The key of the token's image in the image store, or 0 for text, shape [tokens]. Only runs with model.vision have
+    this field and the next."""
+    rope_positions: Tensor = field(default_factory=_absent)
+    """Frame, row and column of the token for rotary embeddings, shape [tokens, 3] (models.rope_positions)."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:

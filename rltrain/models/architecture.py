@@ -12,6 +12,7 @@ from rltrain.models.experts import ExpertLayers, read_moe
 from rltrain.models.registry import FAMILIES, MLP_BIAS, REFUSED_FAMILIES, SOFTCAPS, Activation, Family, Told
 from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
 from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
+from rltrain.models.vision import MRope, Vision
 from rltrain.models.windows import WINDOW_SWITCH, Windows, read_windows
 from rltrain.runtime.json_text import read_json
 
@@ -162,6 +163,9 @@ class Architecture:
     - `predicts`: includes the layer for multi-token prediction (models.prediction). Otherwise such tensors stay
       unchanged in the files and do not belong to the model.
     - `adapters`: the tensors are only the low-rank adapters of such a model.
+    - `vision`: its vision tower, with model.vision. Otherwise the tower's tensors stay unchanged in the files, outside
+      the model.
+    - `mrope`: rotary embeddings with three positions of a token.
     """
 
     family: str
@@ -206,6 +210,8 @@ class Architecture:
     predicts: bool = False
     adapters: AdapterTargets | None = None
     unlisted: Unlisted | None = None
+    vision: Vision | None = None
+    mrope: MRope | None = None
 
     def value_model(self) -> "Architecture":
         """Returns the same decoder with a value head. Its embeddings are not tied."""

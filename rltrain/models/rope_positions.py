@@ -36,6 +36,19 @@ def rope_positions(num_tokens: int, images: Sequence[PlacedImage], merge: int) -
     return positions
 
 
+def image_fields(
+    num_tokens: int, images: Sequence[PlacedImage], merge: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Returns the fields `image_keys` [num_tokens] and `rope_positions` [num_tokens, 3] of an Experience.
+
+    Raises ValueError as `rope_positions` does.
+    """
+    keys = np.zeros(num_tokens, np.int64)
+    for image in images:
+        keys[image.begin : image.begin + image.num_tokens(merge)] = image.key
+    return keys, rope_positions(num_tokens, images, merge).T
+
+
 def rope_delta(images: Sequence[PlacedImage], merge: int) -> int:
     """Returns the difference between position and place for the text after the last image. It is at most 0 for still
     images."""

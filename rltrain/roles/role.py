@@ -19,6 +19,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.roles.inputs import JobRows
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.job_store import POLL_S, JobStore, Waiter, poll
 from rltrain.runtime.placement import Placement
 from rltrain.runtime.process_groups import ProcessGroups
@@ -100,6 +101,9 @@ class Job:
     resumed: Resumed | None = None
     """The checkpoint to resume from, or None if the run starts at its first step."""
 
+    images: ImageStore | None = None
+    """The decoded images of this node, with model.vision."""
+
     operations: Operations = field(default_factory=Operations)
     """FLOPs and tokens of the current task."""
 
@@ -152,6 +156,7 @@ class Job:
             groups=self.groups,
             architecture=self.architectures[role],
             on_micro_batch=partial(self._begin_micro_batch, role),
+            images=self.images,
             checkpoint=checkpoint,
         )
 

@@ -59,6 +59,7 @@ def engine_site(
         leaves=role.name in leaving_roles(offload),
         others=tuple(name for name in offload if name != role.name),
         role=role.name,
+        images=job.images,
         **modes,
     )
 

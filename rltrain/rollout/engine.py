@@ -15,6 +15,7 @@ from rltrain.models import Architecture
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
@@ -291,6 +292,8 @@ class EngineSite:
     """Whether an update reaches all engines of the role before the next one begins. Engines of a node then share one
     copy of the weights."""
 
+    images: ImageStore | None = None
+    """The decoded images of samples, with model.vision."""
     weights_change: bool = True
     """Whether syncs bring weights. If not, the engine serves the role's checkpoint throughout."""
 

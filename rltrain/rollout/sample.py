@@ -23,7 +23,9 @@ from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.models.rope_positions import image_fields
 from rltrain.models.routing_shape import RoutingShape
+from rltrain.models.vision import PlacedImage
 
 # Seeds of samples. They depend on the sample alone, not on its engine.
 
@@ -145,6 +147,8 @@ class Sample:
     """Id of the trajectory of the same episode from which this one branched."""
     routing: RecordedRouting | None = None
     """Routing of the tokens processed by a recording engine. It excludes the last generated token."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the context, in order. They begin at tokens of the prompt or of an observation."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions) == len(self.loss_mask):
@@ -216,11 +220,15 @@ class Sample:
         new = RecordedRouting(experts)
         return replace(self, routing=self.routing.followed_by(new) if self.routing else new)
 
-    def observed(self, tokens: Sequence[int], *, turn_limit: int | None = None) -> "Sample":
+    def observed(
+        self, tokens: Sequence[int], images: Iterable[PlacedImage] = (), *, turn_limit: int | None = None
+    ) -> "Sample":
         """Returns the pending sample with observed tokens appended, such as the answer of an environment.
 
-        They are not trained on. `turn_limit` is the limit of the next turn.
+        They are not trained on. The places of `images` are relative to the first of them. `turn_limit` is the limit of
+        the next turn.
         """
+        first = len(self.context)
         count = len(tokens)
         return replace(
             self,
@@ -230,6 +238,7 @@ class Sample:
             loss_mask=(*self.loss_mask, *[False] * count),
             status=Status.PENDING,
             turn_limit=turn_limit,
+            images=(*self.images, *(image._replace(begin=first + image.begin) for image in images)),
         )
 
     def first(self, num_tokens: int) -> "Sample":
@@ -246,6 +255,7 @@ class Sample:
             turns=turns,
             turn_rewards=self.turn_rewards[: len(turns)],
             routing=self.routing and self.routing.first(len(self.prompt) + num_tokens),
+            images=tuple(image for image in self.images if image.begin < len(self.prompt) + num_tokens),
         )
 
 
@@ -297,18 +307,23 @@ class SampleGroup:
 
 
 def pack_groups(
-    groups: Sequence[SampleGroup], of_chunk: Sequence[int], routing: RoutingShape | None = None
+    groups: Sequence[SampleGroup],
+    of_chunk: Sequence[int],
+    routing: RoutingShape | None = None,
+    merge: int | None = None,
 ) -> Experience:
     """Returns the samples of `groups` as an Experience. Without groups it has no samples.
 
     `of_chunk` has the positions of all groups of the chunk; a group id is an index into it. With `routing` the
-    experience also has the recorded experts.
+    experience also has the recorded experts. With `merge`, the height and width of an image token in patches, it has
+    the fields of images.
     """
     place = {position: index for index, position in enumerate(of_chunk)}
     samples = [sample for group in groups for sample in group.samples]
     routed = {} if routing is None else {"routed_experts": routing.packed(_routed_experts(samples, routing))}
     return Experience(
         **routed,
+        **({} if merge is None else _image_fields(samples, merge)),
         sample_ids=_integers(sample.id for sample in samples),
         group_ids=_integers(place[group.position] for group in groups for _ in group.samples),
         prompt_ids=_integers(group.row for group in groups for _ in group.samples),
@@ -347,6 +362,17 @@ def _routed_experts(samples: Sequence[Sample], shape: RoutingShape) -> Tensor:
             experts[first : first + len(found)] = found
         first += len(sample.context)
     return experts
+
+
+def _image_fields(samples: Sequence[Sample], merge: int) -> dict[str, Tensor]:
+    found = [image_fields(len(sample.context), sample.images, merge) for sample in samples]
+    keys = [torch.from_numpy(of_sample) for of_sample, _ in found]
+    positions = [torch.from_numpy(of_sample) for _, of_sample in found]
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    return {
+        "image_keys": torch.cat(keys) if keys else torch.zeros(0, dtype=torch.int64),
+        "rope_positions": torch.cat([none, *positions]),
+    }
 
 
 def _integers(values: Iterable[int]) -> Tensor:

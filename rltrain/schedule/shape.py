@@ -22,6 +22,8 @@ class RunShape:
     """Whether engines share a queue of prompts. Otherwise each prompt's engine is fixed in advance."""
     replays_rollout: bool
     """Whether the engines' choices of experts are sent with the samples."""
+    sees: bool
+    """Whether samples have images, by model.vision."""
     selects_groups: bool
     """Whether finished groups are selected by their rewards."""
     num_chunks: int
@@ -72,6 +74,7 @@ class RunShape:
             draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
             replays_rollout=config.model.router_replay == "rollout",
+            sees=config.model.vision is not None,
             selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
             from_pairs=algorithm.from_pairs,

@@ -14,6 +14,7 @@ from rltrain.config.schema import Config, Trained
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 from rltrain.training.adapters import begin_adapters
@@ -42,6 +43,8 @@ class ModelSite:
 
     checkpoint: str | None = None
     """Folder with the initial weights, if it is not the role's checkpoint."""
+    images: ImageStore | None = None
+    """The decoded images of samples, with model.vision."""
 
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
         """Fills `parameters`, this rank's in `layout`, from the initial checkpoint."""

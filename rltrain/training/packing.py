@@ -80,8 +80,9 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 # Micro-batches of packed samples, balanced by tokens.
 
-LEFT_ON_HOST = frozenset({"routed_experts"})
-"""Very large fields. A rank moves only the part of its own layers to the device."""
+LEFT_ON_HOST = frozenset({"routed_experts", "image_keys"})
+"""Very large fields, and fields for the host. Of the former a rank moves only the part of its own layers to the device.
+"""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "environments": (*BASE, "rewards", "runtime", "sandbox"),
     "reshard": (*BASE, "models", "runtime"),
     "checkpoint": (*BASE, "models", "reshard", "runtime"),
-    "data": (*BASE, "environments.interface", "models.vision", "runtime"),
+    "data": (*BASE, "environments.interface", "models.rope_positions", "models.vision", "runtime"),
     "algorithms": (*BASE, "data", "rewards.locating"),
     "exchange": (*BASE, "data", "runtime"),
     "schedule": (*BASE, "algorithms", "runtime.placement"),
