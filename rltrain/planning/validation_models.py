@@ -337,7 +337,6 @@ VISION = "model.vision"
 def vision_problems(config: Config) -> Iterator[str]:
     """Yields the problems of model.vision, and of the keys without effect if it is null."""
     if config.model.vision is not None:
-        yield f"{VISION}: got a section; expected null: models with a vision tower use texts only so far"
         return
     for role in trained_roles():
         if (lora := config.lora_of(role)) and lora.vision:

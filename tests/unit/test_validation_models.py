@@ -527,7 +527,6 @@ def test_a_model_without_a_head_has_no_such_layer() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"model": {"path": "m", "vision": {}}}, r"model\.vision: got a section; expected null"),
         ({"model": {"path": "m", "lora": {"vision": True}}}, r"model\.lora\.vision: got true without model\.vision"),
         ({"data": {"train": {"path": "p"}, "images": {"max_pixels": 784}}}, r"data\.images: got a section without"),
     ],
