@@ -7,12 +7,19 @@ from typing import Any, Literal
 
 from rltrain.errors import listed, one_of
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.delta_net import DECODER_PREFIX, DeltaNet, names_of_files, read_delta_net
+from rltrain.models.delta_net import DeltaNet, read_delta_net
 from rltrain.models.experts import ExpertLayers, read_moe
-from rltrain.models.registry import FAMILIES, MLP_BIAS, REFUSED_FAMILIES, SOFTCAPS, Activation, Family, Told
-from rltrain.models.rope_scaling import Scaling, YarnScaling, read_rope
-from rltrain.models.table import CanonicalTensors, LayerKind, stored_names
+from rltrain.models.registry import FAMILIES, MLP_BIAS, REFUSED_FAMILIES, SOFTCAPS, TOWERS, Activation, Family, Told
+from rltrain.models.rope_scaling import Scaling, YarnScaling, read_mrope, read_rope
+from rltrain.models.table import (
+    DECODER_PREFIX,
+    CanonicalTensors,
+    LayerKind,
+    names_in_files,
+    stored_names,
+)
 from rltrain.models.vision import MRope, Vision
+from rltrain.models.vision_tables import read_vision
 from rltrain.models.windows import WINDOW_SWITCH, Windows, read_windows
 from rltrain.runtime.json_text import read_json
 
@@ -120,10 +127,12 @@ Head = Literal["vocabulary", "value"]
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """The matrices with low-rank adapters, by the last part of their names. None selects all."""
+    """The matrices with low-rank adapters, by the last part of their names. None selects all. With `vision` those of
+    the vision tower count too."""
 
     rank: int
     targets: tuple[str, ...] | None
+    vision: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,9 +231,10 @@ class Architecture:
         models.prediction."""
         return replace(self, predicts=True)
 
-    def adapted(self, rank: int, targets: tuple[str, ...] | None) -> "Architecture":
-        """Returns the low-rank adapters of this model (models.lora). `targets` None means all matrices."""
-        return replace(self, adapters=AdapterTargets(rank, targets))
+    def adapted(self, rank: int, targets: tuple[str, ...] | None, *, vision: bool = False) -> "Architecture":
+        """Returns the low-rank adapters of this model (models.lora). `targets` None means all matrices. With `vision`
+        they include those of the vision tower."""
+        return replace(self, adapters=AdapterTargets(rank, targets, vision))
 
     @property
     def classifier(self) -> str:
@@ -319,19 +329,24 @@ class Architecture:
         return sum(self.sparse_layers) * self.moe.top_k * self.expert_number_bytes if self.moe else 0
 
 
-def read_config(path: Path, config_key: str = "model.path") -> Architecture:
+def read_config(path: Path, config_key: str = "model.path", *, sees: bool = False) -> Architecture:
     """Returns the architecture in `path`/config.json, as written by transformers 4 or 5, with the vocabulary's head.
 
-    `config_key` names the folder in messages. Raises CheckpointError if the file is missing or the model needs an
-    unsupported feature.
+    With `sees` it includes the vision tower. `config_key` names the folder in messages. Raises CheckpointError if the
+    file is missing, the model needs an unsupported feature, or it should see and has no supported tower.
     """
-    reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
-    name = str(reader.values.get("model_type"))
+    whole = ConfigReader(path / CONFIG_FILE, config_key=config_key)
+    architecture = _read_language_model(path, whole)
+    return _with_vision(architecture, whole, path) if sees else architecture
+
+
+def _read_language_model(path: Path, whole: ConfigReader) -> Architecture:
+    name = str(whole.values.get("model_type"))
     if name in REFUSED_FAMILIES:
-        raise reader.error("model_type", f"one of {listed(FAMILIES)}: {REFUSED_FAMILIES[name]}")
+        raise whole.error("model_type", f"one of {listed(FAMILIES)}: {REFUSED_FAMILIES[name]}")
     if name not in FAMILIES:
-        raise reader.error("model_type", one_of(name, FAMILIES))
-    family, reader = FAMILIES[name], language_model(reader)
+        raise whole.error("model_type", one_of(name, FAMILIES))
+    family, reader = FAMILIES[name], language_model(whole)
     refuse_unsupported(reader, name)
     attention_bias = reader.take("attention_bias", bool, default=family.attention_bias or False)
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
@@ -376,7 +391,7 @@ def read_config(path: Path, config_key: str = "model.path") -> Architecture:
         logits_softcap=_softcap(reader, family, "final_logit_softcapping"),
         **family.shape,
     )
-    return _with_delta_nets(architecture, reader, path) if family.delta else architecture
+    return _with_names_in_files(architecture, family, reader, path) if family.files else architecture
 
 
 def language_model(config: ConfigReader) -> ConfigReader:
@@ -386,10 +401,14 @@ def language_model(config: ConfigReader) -> ConfigReader:
     if family is None or family.nested is None:
         return config
     nested = config.values.get(family.nested)
+    if nested is None and family.nested_optional:
+        return config
     if not isinstance(nested, dict):
         raise config.error(family.nested, "an object")
     whole: Mapping[str, Any] = {"tie_word_embeddings": False, **nested, "model_type": name}
     tied = config.values.get("tie_word_embeddings")
+    if family.nested_optional:
+        tied = tied or None  # transformers ties the embeddings if either key is true
     return config.inside(family.nested, whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
@@ -406,11 +425,28 @@ def _has(told: bool | Told, config: ConfigReader) -> bool:
     return told if isinstance(told, bool) else config.take(told[0], bool, told[1])
 
 
-def _with_delta_nets(architecture: Architecture, config: ConfigReader, path: Path) -> Architecture:
-    nested = FAMILIES[architecture.family].nested is not None
-    prefix, stacked = names_of_files(nested, nested and architecture.moe is not None, stored_names(path))
-    delta = read_delta_net(config, architecture.num_layers)
-    return replace(architecture, delta=delta, decoder_prefix=prefix, stacked_experts=stacked)
+def _with_names_in_files(architecture: Architecture, family: Family, config: ConfigReader, path: Path) -> Architecture:
+    assert family.files is not None, "only for families with different files"
+    names = names_in_files(stored_names(path), family.files)
+    delta = read_delta_net(config, architecture.num_layers) if family.delta else None
+    return replace(
+        architecture,
+        delta=delta,
+        decoder_prefix=names.decoder,
+        stacked_experts=names.stacked,
+    )
+
+
+def _with_vision(architecture: Architecture, whole: ConfigReader, path: Path) -> Architecture:
+    family = FAMILIES[architecture.family]
+    if family.tower is None or family.files is None:
+        raise whole.error("model_type", f"one of {listed(TOWERS)}, since model.vision is set")
+    prefix = names_in_files(stored_names(path), family.files).tower
+    vision = read_vision(whole, family.tower, prefix, architecture.hidden_size, architecture.vocab_size)
+    if len(vision.deepstack) > architecture.num_layers:
+        raise whole.error("vision_config", f"at most {architecture.num_layers} deepstack_visual_indexes, one a layer")
+    mrope = read_mrope(language_model(whole), architecture.rotated_size)
+    return replace(architecture, vision=vision, mrope=mrope)
 
 
 def _attention_scale(config: ConfigReader, family: Family) -> float | None:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.models.architecture import Architecture, Unlisted
-from rltrain.models.delta_net import DECODER_PREFIX
 from rltrain.models.families import (
     MLP_BIASES,
     MOONLIGHT,
@@ -22,6 +21,7 @@ from rltrain.models.families import (
 from rltrain.models.lora import adapters_of
 from rltrain.models.registry import FAMILIES, PREDICTIONS
 from rltrain.models.table import (
+    DECODER_PREFIX,
     CanonicalTensors,
     ElementType,
     IntArray,
@@ -32,6 +32,7 @@ from rltrain.models.table import (
     TypeArray,
     uniform,
 )
+from rltrain.models.vision_tables import VISION, VisionRows, vision_rows, vision_sizes
 
 NUM_LABELS = 1
 """Number of scores of a value head, called labels in transformers' models for sequence classification."""
@@ -54,7 +55,9 @@ def table_of(architecture: Architecture) -> Table:
     table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))
     learns_head = architecture.head == "value"
     table = replace(table, head=VALUE_HEAD) if learns_head else table
+    table = table if architecture.vision else replace(table, vision=None)
     if adapters := architecture.adapters:
+        table = table if adapters.vision else replace(table, vision=None)
         return adapters_of(table, adapters.targets, learns_head=learns_head)
     return table
 
@@ -109,6 +112,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         }
     if delta := architecture.delta:
         measured |= delta.sizes()
+    if vision := architecture.vision:
+        measured |= vision_sizes(vision)
     if mla := architecture.mla:
         measured |= {
             "q_rank": mla.q_rank or 0,
@@ -122,8 +127,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
-    """Returns the checkpoint's tensors in their fixed order: embedding, layers, final norm, head unless it is tied, and
-    multi-token prediction.
+    """Returns the checkpoint's tensors in their fixed order: embedding, layers, final norm, head unless it is tied,
+    multi-token prediction, and the vision tower.
 
     In a layer, shared tensors come before those of the experts. The latter are ordered by expert.
     """
@@ -133,9 +138,13 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
+    tower = architecture.vision.prefix if architecture.vision else ""
+
     def prefixed(name: str) -> str:
-        own = name.removeprefix(DECODER_PREFIX)
-        return name if own == name else architecture.decoder_prefix + own
+        for prefix, in_files in ((DECODER_PREFIX, architecture.decoder_prefix), (VISION, tower)):
+            if name.startswith(prefix):
+                return in_files + name.removeprefix(prefix)
+        return name
 
     for rows, layer, copies, before in _in_order(architecture):
         parts = [part for row in rows for part in row.parts]
@@ -158,6 +167,14 @@ def _in_order(architecture: Architecture) -> Iterator[tuple[tuple[Row, ...], int
         yield from of_layer(layer_of(architecture, kind), number)
     yield table.final_norm if architecture.tied_embeddings else (*table.final_norm, table.head), 0, 1, ()
     yield from of_layer(prediction_layer(architecture), 0)
+    for rows, block in tower_rows(architecture):
+        yield rows, block, 1, ()
+
+
+def tower_rows(architecture: Architecture) -> tuple[VisionRows, ...]:
+    """Returns the rows of the vision tower, in order. Empty if the model has none."""
+    table = table_of(architecture).vision
+    return tuple(vision_rows(table, architecture.vision)) if table and architecture.vision else ()
 
 
 def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> CanonicalTensors:

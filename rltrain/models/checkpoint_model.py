@@ -24,13 +24,14 @@ COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_
 SMALLEST_ELEMENT_BITS = 4
 
 
-def read_architecture(path: Path, config_key: str = "model.path") -> Architecture:
+def read_architecture(path: Path, config_key: str = "model.path", *, sees: bool = False) -> Architecture:
     """Returns the architecture in `path`/config.json, as written by transformers 4 or 5, with the vocabulary's head.
 
-    `config_key` names the folder in messages. Raises CheckpointError if the file is missing, the model needs an
-    unsupported feature, or the folder's files hold a smaller model.
+    With `sees` it includes the vision tower. `config_key` names the folder in messages. Raises CheckpointError if the
+    file is missing, the model needs an unsupported feature or should see and has no supported tower, or the folder's
+    files hold a smaller model.
     """
-    architecture = read_config(path, config_key)
+    architecture = read_config(path, config_key, sees=sees)
     reader = language_model(ConfigReader(path / CONFIG_FILE, config_key=config_key))
     for key in COUNTS_OF_FURTHER_LAYERS:
         if reader.values.get(key):
@@ -152,6 +153,7 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "gated delta nets": architecture.delta is not None,
         "norms with biases": architecture.norm_bias,
         "an activation other than SiLU": architecture.activation != "silu",
+        "images": architecture.vision is not None,
     }
     return [mechanism for mechanism, is_there in found.items() if is_there]
 

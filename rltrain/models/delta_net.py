@@ -4,7 +4,6 @@ The other layers have attention with gates on its output. Norms multiply by 1 + 
 nets' heads.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from rltrain.errors import listed
@@ -16,13 +15,6 @@ LAYER_TYPES = {"full_attention": False, "linear_attention": True}
 """Layer types of config.json. True for a gated delta net."""
 ATTENTION_INTERVAL = 4
 """The default interval of layers with attention. Each is the last of so many layers."""
-DECODER_PREFIX = "model."
-"""The prefix of a decoder's tensors in files of a language model alone."""
-NESTED_PREFIX = "model.language_model."
-"""The prefix of a decoder's tensors in files with an image encoder."""
-STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
-"""The end of names of tensors with all experts of a layer. Other files of the same families have one tensor per
-expert."""
 CHUNK_TOKENS = 64
 """Tokens of a sample to compute in parallel. Chunks are computed one after the other."""
 
@@ -108,15 +100,6 @@ def _read_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     if set(kinds) == {"linear_attention"}:
         raise config.error("layer_types", "at least one layer of full_attention")
     return tuple(LAYER_TYPES[kind] for kind in kinds)
-
-
-def names_of_files(nested: bool, stacked: bool, stored: Collection[str]) -> tuple[str, bool]:
-    """Returns (prefix of the decoder's tensors, whether experts are stacked), according to the names in `stored`.
-    Without names it assumes the published layout: `nested` with other models, and `stacked`."""
-    if not stored:
-        return (NESTED_PREFIX if nested else DECODER_PREFIX), stacked
-    nested = any(name.startswith(NESTED_PREFIX) for name in stored)
-    return (NESTED_PREFIX if nested else DECODER_PREFIX), any(name.endswith(STACKED_EXPERTS) for name in stored)
 
 
 IN_PROJECTION = "self_attention.in_proj.weight"

@@ -67,6 +67,11 @@ def read_qwen3_5_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
     return replace(read_qwen2_moe(config, num_layers), normalized=True)
 
 
+def read_qwen3_vl_moe(config: ConfigReader, num_layers: int) -> ExpertLayers:
+    """Like transformers, ignores norm_topk_prob."""
+    return replace(read_qwen3_moe(config, num_layers), normalized=True)
+
+
 def read_mixtral(config: ConfigReader, num_layers: int) -> ExpertLayers:
     return ExpertLayers(
         num_experts=config.count("num_local_experts"),

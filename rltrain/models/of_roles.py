@@ -19,6 +19,9 @@ from rltrain.models.table import CanonicalTensors
 from rltrain.runtime.grid import Grid
 from rltrain.tasks.roles import DECLARED
 
+SEEING = ("actor", "inference", "rollout", "evaluation", "reference", "critic")
+"""The roles whose models see images with model.vision."""
+
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
     """Returns the architecture of each role's model. The trained model is under "actor". Raises CheckpointError if a
@@ -42,9 +45,10 @@ def _architecture(config: Config, role: str) -> Architecture:
 
 def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
     """Returns the architecture in a folder. Loads transformers only if backend fsdp uses a family without a table."""
-    if config.backend_of(role) == "fsdp" and is_unlisted(path):
+    sees = config.model.vision is not None and role in SEEING
+    if config.backend_of(role) == "fsdp" and is_unlisted(path) and not sees:
         return read_unlisted(path, key)
-    return read_architecture(path, key)
+    return read_architecture(path, key, sees=sees)
 
 
 def are_quickly_read(config: Config) -> bool:

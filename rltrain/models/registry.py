@@ -19,6 +19,7 @@ from rltrain.models.experts import (
     read_qwen2_moe,
     read_qwen3_5_moe,
     read_qwen3_moe,
+    read_qwen3_vl_moe,
 )
 from rltrain.models.families import (
     DEEPSEEK_V3,
@@ -36,7 +37,9 @@ from rltrain.models.families import (
     QWEN3_MOE,
 )
 from rltrain.models.prediction import DEEPSEEK_PREDICTION, MIMO_PREDICTION, QWEN3_NEXT_PREDICTION, PredictionNames
-from rltrain.models.table import Table
+from rltrain.models.table import NESTED_PREFIX, TOWER_PREFIX, NamesInFiles, Table
+from rltrain.models.vision import MRope, Tower
+from rltrain.models.vision_tables import QWEN2_5_VL_TOWER, QWEN3_VL_TOWER
 from rltrain.models.windows import WINDOW_SWITCH, ReadWindows, by_layer_types, in_every_layer, switched
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
@@ -45,6 +48,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu_squared"]
 Told = tuple[str, bool]
 """A key of config.json for a feature, and its value if the key is absent."""
 
+MROPE_KINDS = ("default", "mrope", "linear", "yarn", "llama3")
+"""Scalings of rotary embeddings with three positions. "mrope" means none."""
 MLP_BIAS = "mlp_bias"
 SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Keys of Gemma 2's soft caps on scores and logits, with the defaults of transformers."""
@@ -88,7 +93,15 @@ class Family:
     delta: bool = False
     """True if most layers have gated delta nets instead of attention."""
     nested: str | None = None
-    """The key of the language model in config.json, for checkpoints with an image encoder."""
+    """The key of the language model in config.json, for checkpoints with a vision tower."""
+    nested_optional: bool = False
+    """True if the keys of the language model can also be outside `nested`."""
+    files: NamesInFiles | None = None
+    """The names in published files, if they differ between files. Otherwise None."""
+    tower: Tower | None = None
+    """The kind of its vision tower."""
+    mrope: MRope | None = None
+    """The default of rotary embeddings with three positions of a token."""
     prediction: PredictionNames | None = None
     """The trainable layer for multi-token prediction. None if the files have none or it is not trained."""
     theta: float = 10_000.0
@@ -149,9 +162,30 @@ DELTA = Family(
     partial_rotary=0.25,
     shape={"norm_offset": 1.0, "gated_attention": True},
     carried=("mtp.",),
+    files=NamesInFiles(),
 )
-NESTED: dict[str, Any] = {"nested": "text_config", "carried": ("mtp.", "model.visual.")}
 DELTA_MOE = replace(DELTA, experts=read_qwen3_5_moe, ffn_key="moe_intermediate_size")
+WITH_TOWER: dict[str, Any] = {
+    "nested": "text_config",
+    "table": replace(QWEN3_5, vision=QWEN3_VL_TOWER),
+    "mrope": MRope((11, 11, 10), interleaved=True),
+    "carried": ("mtp.", "model.visual."),
+}
+QWEN3_VL = Family(
+    replace(LLAMA, vision=QWEN3_VL_TOWER),
+    head_dim=128,
+    qk_norm=True,
+    attention_bias=False,
+    output_bias=("attention_bias", False),
+    nested="text_config",
+    files=NamesInFiles(NESTED_PREFIX),
+    tower="qwen3_vl",
+    mrope=MRope((24, 20, 20), interleaved=True),
+    theta=500_000.0,
+    rope_kinds=MROPE_KINDS,
+    carried=("model.visual.",),
+    built_as="qwen3",
+)
 
 FAMILIES = {
     "llama": Family(LLAMA, attention_bias=False, output_bias=("attention_bias", False), has=(MLP_BIAS,), sglang=True),
@@ -232,12 +266,42 @@ FAMILIES = {
         shape={"attention_sinks": True, "activation": "clamped_swish"},
     ),
     "qwen3_next": replace(DELTA, table=QWEN3_NEXT, experts=read_qwen2_moe),
-    "qwen3_5": replace(DELTA, **NESTED),
+    "qwen3_5": replace(DELTA, tower="qwen3_5", files=NamesInFiles(NESTED_PREFIX), **WITH_TOWER),
     "qwen3_5_text": DELTA,
-    "qwen3_5_moe": replace(DELTA_MOE, **NESTED),
+    "qwen3_5_moe": replace(
+        DELTA_MOE, tower="qwen3_5_moe", files=NamesInFiles(NESTED_PREFIX, stacked=True), **WITH_TOWER
+    ),
     "qwen3_5_moe_text": DELTA_MOE,
+    "qwen2_5_vl": replace(
+        SWITCHED,
+        table=replace(LLAMA, vision=QWEN2_5_VL_TOWER),
+        qkv_bias=True,
+        sglang=False,
+        nested="text_config",
+        nested_optional=True,
+        files=NamesInFiles(tower=TOWER_PREFIX),
+        tower="qwen2_5_vl",
+        mrope=MRope((16, 24, 24), interleaved=False),
+        theta=1_000_000.0,
+        rope_kinds=MROPE_KINDS,
+        carried=("visual.", "model.visual."),
+        built_as="qwen2",
+    ),
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": replace(
+        QWEN3_VL,
+        table=replace(QWEN3_MOE, vision=QWEN3_VL_TOWER),
+        head_dim=None,
+        ffn_key="moe_intermediate_size",
+        files=NamesInFiles(NESTED_PREFIX, stacked=True),
+        tower="qwen3_vl_moe",
+        experts=read_qwen3_vl_moe,
+        built_as="qwen3_moe",
+    ),
 }
 PREDICTIONS = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
+TOWERS = tuple(name for name, family in FAMILIES.items() if family.tower)
+"""Families with a vision tower."""
 SERVED_BY_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sglang)
 UNTOLD_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.tells_samples)
 BIASED_ROUTERS = tuple(name for name, family in FAMILIES.items() if family.chooses_by_bias)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rltrain.models.config_file import LARGEST_WHOLE_FLOAT, ConfigReader
 from rltrain.models.registry import FAMILIES, Family
+from rltrain.models.vision import MRope
 from rltrain.models.windows import LAYER_TYPES
 
 
@@ -91,6 +92,7 @@ class Rope(NamedTuple):
     sliding_theta: float | None = None
 
 
+SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
 PARTIAL = "partial_rotary_factor"
 ROTARY_DIM = "rotary_dim"
 """MiniMax-M2's key. It counts rotated elements instead of giving their fraction."""
@@ -111,6 +113,23 @@ def read_rope(config: ConfigReader, head_dim: int) -> Rope:
     rotated = _read_rotated(config, rope, head_dim)
     scaling = _read_scaling(config, rope, (rotated or head_dim) // 2)
     return Rope(theta, scaling, _max_positions(config, rope, scaling), rotated)
+
+
+def read_mrope(config: ConfigReader, rotated: int) -> MRope:
+    """Returns the three positions of rotary embeddings with `rotated` elements of a head. Raises CheckpointError."""
+    assumed, rope = _family(config).mrope, _parameters(config)
+    assert assumed is not None, "the family has images"
+    sections = rope.values.get(SECTIONS)
+    if sections is None:
+        sections = list(assumed.sections)
+        rope = rope.inside("", {**rope.values, SECTIONS: sections})
+    counts = rope.are_all(SECTIONS, range(rotated // 2 + 1), len(assumed.sections))
+    if not counts or sum(sections) != rotated // 2:
+        raise rope.error(SECTIONS, f"three numbers with the sum {rotated // 2}, half the rotated elements of a head")
+    frames, rows, columns = sections
+    if rope.take(INTERLEAVED, bool, assumed.interleaved) != assumed.interleaved:
+        raise rope.error(INTERLEAVED, f"{assumed.interleaved}, as in transformers")
+    return MRope((frames, rows, columns), assumed.interleaved)
 
 
 def _family(config: ConfigReader) -> Family:
@@ -144,7 +163,7 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, num_frequencies: int
     if kind not in kinds:
         names = [f'"{name}"' for name in kinds]
         raise rope.error(type_key, f"{', '.join(names[:-1])} or {names[-1]}")
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
     if kind == "longrope":
         return _read_long(config, rope, num_frequencies)

@@ -113,11 +113,28 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
+class VisionTable:
+    """The parameters of a vision tower, in this order: `first`, every block, `last`, and every merger of features for
+    the first layers of the language model (`deepstack`)."""
+
+    first: tuple[Row, ...]
+    block: tuple[Row, ...]
+    last: tuple[Row, ...]
+    deepstack: tuple[Row, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows. Those of a block and of a merger occur once."""
+        return (*self.first, *self.block, *self.last, *self.deepstack)
+
+
+@dataclass(frozen=True)
 class Table:
     """A family's parameters. The `head` is that of the vocabulary. It is only a parameter if embeddings are not tied.
 
     `dense` layers have one MLP. `sparse` layers of mixture-of-experts families have a router and experts. `delta` and
-    `sparse_delta` are the same layers with a gated delta net instead of attention.
+    `sparse_delta` are the same layers with a gated delta net instead of attention. `vision` is the vision tower, a part
+    of models with Architecture.vision.
     """
 
     embedding: Row
@@ -127,6 +144,7 @@ class Table:
     sparse: Layer | None = None
     delta: Layer | None = None
     sparse_delta: Layer | None = None
+    vision: VisionTable | None = None
 
     def layer(self, kind: LayerKind) -> Layer:
         found = (self.sparse_delta if kind.sparse else self.delta) if kind.delta else self.dense
@@ -257,6 +275,37 @@ def stored_names(folder: Path) -> Collection[str]:
         return read_weight_map(folder, "model.path").keys() if (folder / INDEX_FILE).exists() else ()
     except (OSError, ValueError, TypeError, AttributeError, CheckpointError):
         return ()
+
+
+DECODER_PREFIX = "model."
+"""The prefix of a decoder's tensors in files of a language model alone."""
+NESTED_PREFIX = "model.language_model."
+"""The prefix of a decoder's tensors in files with a vision tower."""
+TOWER_PREFIX = "visual."
+NESTED_TOWER_PREFIX = "model.visual."
+"""The prefixes of a vision tower's tensors, beside a decoder or within the model."""
+STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
+"""The end of names of tensors with all experts of a layer. Other files of the same families have one tensor per
+expert."""
+
+
+class NamesInFiles(NamedTuple):
+    """The prefixes of the tensors of decoder and vision tower, and whether one tensor has all experts of a layer."""
+
+    decoder: str = DECODER_PREFIX
+    tower: str = NESTED_TOWER_PREFIX
+    stacked: bool = False
+
+
+def names_in_files(stored: Collection[str], published: NamesInFiles) -> NamesInFiles:
+    """Returns the names according to the tensors `stored` in a folder. Without tensors they are as `published`."""
+    if not stored:
+        return published
+    return NamesInFiles(
+        NESTED_PREFIX if any(name.startswith(NESTED_PREFIX) for name in stored) else DECODER_PREFIX,
+        TOWER_PREFIX if any(name.startswith(TOWER_PREFIX) for name in stored) else NESTED_TOWER_PREFIX,
+        any(name.endswith(STACKED_EXPERTS) for name in stored),
+    )
 
 
 def read_weight_map(folder: Path, config_key: str) -> dict[str, str]:
