@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,15 @@ from torch import Tensor
 from rltrain.errors import CheckpointError, listed, named_by
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.registry import FAMILIES
-from rltrain.models.table import INDEX_FILE, SINGLE_FILE, Array, CanonicalTensors, read_weight_map
+from rltrain.models.table import (
+    INDEX_FILE,
+    NESTED_TOWER_PREFIX,
+    SINGLE_FILE,
+    TOWER_PREFIX,
+    Array,
+    CanonicalTensors,
+    read_weight_map,
+)
 from rltrain.reshard.copy_table import quantize_blocks
 from rltrain.reshard.fp8_blocks import QuantizedLayouts, touched_blocks
 from rltrain.reshard.layout import BOX_FIELDS, Layout
@@ -26,6 +35,7 @@ EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
+TOWER_PREFIXES = (TOWER_PREFIX, NESTED_TOWER_PREFIX)
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 
 
@@ -108,11 +118,11 @@ def _rows_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
     """Returns a box of stacked matrices with `height` rows each, seen as one matrix."""
     first, last = box.row // height, (box.row + box.rows - 1) // height
     columns = slice(box.col, box.col + box.cols)
-    if first == last:
+    if first == last and len(stored.get_shape()) == 3:
         row = box.row - first * height
         rows: Tensor = stored[first : first + 1, row : row + box.rows, columns]
         return rows[0]
-    whole: Tensor = stored[first : last + 1, :, columns].flatten(0, 1)
+    whole: Tensor = stored[first : last + 1, ..., columns].flatten(0, -2)
     return whole[box.row - first * height :][: box.rows]
 
 
@@ -171,7 +181,10 @@ class HfFolder:
         """
         unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
-        unused = {name for name in unused if not name.startswith(further_layers(self.path))}
+        carried = further_layers(self.path)
+        if any(name.startswith(TOWER_PREFIXES) for name in tensors.names):
+            carried = tuple(prefix for prefix in carried if prefix not in TOWER_PREFIXES)
+        unused = {name for name in unused if not name.startswith(carried)}
         if HEAD in unused:
             # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
             tied = VALUE_HEAD not in tensors.numbers
@@ -222,8 +235,8 @@ class HfFolder:
         shape = tensors.shapes[box.tensor]
         stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
         rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
-        if len(shape) == 3:
-            return _rows_of_stack(stored, shape[1], box)
+        if len(shape) > 2:
+            return _rows_of_stack(stored, prod(shape[1:-1]), box)
         values: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
         return values
 

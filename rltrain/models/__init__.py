@@ -12,6 +12,8 @@ from rltrain.models.canonical import (
     sizes,
     table_of,
     tensors_in,
+    tower_names,
+    tower_rows,
 )
 from rltrain.models.checkpoint_model import read_architecture
 from rltrain.models.delta_net import DeltaNet
@@ -49,4 +51,6 @@ __all__ = [
     "sizes",
     "table_of",
     "tensors_in",
+    "tower_names",
+    "tower_rows",
 ]

@@ -177,6 +177,13 @@ def tower_rows(architecture: Architecture) -> tuple[VisionRows, ...]:
     return tuple(vision_rows(table, architecture.vision)) if table and architecture.vision else ()
 
 
+def tower_names(architecture: Architecture) -> frozenset[str]:
+    """Returns the canonical names of the vision tower's tensors."""
+    count = sum(tensors_in(rows) for rows, _ in tower_rows(architecture))
+    names = canonical_tensors(architecture).names
+    return frozenset(names[len(names) - count :])
+
+
 def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> CanonicalTensors:
     tensors = unlisted.tensors
     if architecture.head == "vocabulary":

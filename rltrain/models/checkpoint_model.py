@@ -153,7 +153,8 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "gated delta nets": architecture.delta is not None,
         "norms with biases": architecture.norm_bias,
         "an activation other than SiLU": architecture.activation != "silu",
-        "images": architecture.vision is not None,
+        "a vision tower": architecture.vision is not None,
+        "rotations by three positions": architecture.mrope is not None,
     }
     return [mechanism for mechanism, is_there in found.items() if is_there]
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 
-from rltrain.models.table import Layer, Part, Row, Split, Table
+from rltrain.models.table import Layer, Part, Row, Split, Table, VisionTable
 
 PEFT_PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -34,6 +34,7 @@ def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: b
         sparse=sparse,
         delta=delta,
         sparse_delta=sparse_delta,
+        vision=table.vision and VisionTable(*(_of_rows(rows, targets) for rows in table.vision.parts)),
     )
 
 
@@ -54,7 +55,9 @@ def matrix_of(tensor: str) -> str:
 def targets_in(table: Table) -> tuple[str, ...]:
     """Returns the names of all adaptable matrices, in the order of the table."""
     layers = [layer for layer in (table.dense, table.sparse, table.delta, table.sparse_delta) if layer]
-    rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.adaptable]
+    of_tower = table.vision.rows if table.vision else ()
+    rows = [row for layer in layers for row in (*layer.rows, *layer.experts)]
+    rows = [row for row in (*rows, *of_tower) if row.adaptable]
     return tuple(dict.fromkeys(target_of(part.name) for row in rows for part in row.parts))
 
 

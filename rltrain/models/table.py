@@ -123,9 +123,14 @@ class VisionTable:
     deepstack: tuple[Row, ...]
 
     @property
+    def parts(self) -> tuple[tuple[Row, ...], ...]:
+        """The rows of each part."""
+        return self.first, self.block, self.last, self.deepstack
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         """All rows. Those of a block and of a merger occur once."""
-        return (*self.first, *self.block, *self.last, *self.deepstack)
+        return tuple(row for part in self.parts for row in part)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from rltrain.models import Architecture, canonical_tensors, element_types
-from rltrain.models.table import CanonicalTensors, IntArray
+from rltrain.models.table import NESTED_PREFIX, NESTED_TOWER_PREFIX, CanonicalTensors, IntArray
 from rltrain.reshard.layout import PIECE, Layout, Parameters, RankLayout
 from rltrain.runtime.grid import Grid
 
@@ -65,7 +65,7 @@ class WholeParameters:
 @lru_cache(maxsize=8)
 def whole_parameters(architecture: Architecture) -> WholeParameters:
     tensors = canonical_tensors(architecture)
-    owners = [_owner(name, architecture.decoder_prefix) for name in tensors.names]
+    owners = [_owner(name, architecture) for name in tensors.names]
     order = sorted(range(len(owners)), key=_places(owners).__getitem__)
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -84,11 +84,16 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
     return WholeParameters(tuple(names), tuple(shapes), number, parameter, first, rows, width, is_vector)
 
 
-def _owner(tensor: str, prefix: str) -> str:
-    """Returns the parameter of transformers' language model for a checkpoint's tensor. In the checkpoint, the decoder's
-    names begin with `prefix`."""
-    if tensor.startswith(prefix):
-        tensor = DECODER + tensor.removeprefix(prefix)
+def _owner(tensor: str, architecture: Architecture) -> str:
+    """Returns the parameter of transformers' model for a checkpoint's tensor. The model includes the vision tower only
+    with model.vision."""
+    vision, decoder = architecture.vision, DECODER
+    if vision and tensor.startswith(vision.prefix):
+        return NESTED_TOWER_PREFIX + tensor.removeprefix(vision.prefix)
+    if vision and architecture.head == "vocabulary":
+        decoder = NESTED_PREFIX
+    if tensor.startswith(architecture.decoder_prefix):
+        tensor = decoder + tensor.removeprefix(architecture.decoder_prefix)
     found = EXPERT.fullmatch(tensor)
     name = tensor
     if found:
@@ -116,7 +121,7 @@ def _stacked_shape(tensors: CanonicalTensors, members: list[int]) -> tuple[int, 
 def _shard(whole: WholeParameters, shards: int, part: int) -> RankLayout:
     """Returns share `part` of `shards`."""
     outer = np.array([shape[0] for shape in whole.shapes], dtype=np.int64)
-    inner = np.array([shape[1] if len(shape) == 3 else 1 for shape in whole.shapes], dtype=np.int64)
+    inner = np.array([prod(shape[1:-1]) for shape in whole.shapes], dtype=np.int64)
     each = -(-outer // shards)
     start, stop = np.minimum(part * each, outer), np.minimum((part + 1) * each, outer)
     of = whole.parameter

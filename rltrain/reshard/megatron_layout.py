@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, groupby
 from math import prod
@@ -24,6 +24,7 @@ from rltrain.models import (
     sizes,
     table_of,
     tensors_in,
+    tower_rows,
 )
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, A, B
 from rltrain.models.table import Array, IntArray
@@ -157,6 +158,8 @@ class ModelCutter:
                     contents.add(chunk.prefix, self._template((table.head,), share), head)
             if chunk.prediction:
                 self._add_prediction(contents, chunk, share, experts)
+            if chunk.embedding:
+                self._add_tower(contents, chunk, share)
         return contents.finished()
 
     def _add_prediction(
@@ -170,8 +173,18 @@ class ModelCutter:
             assert experts is not None
             template = _beside(template, self._experts(layer, experts), num_tensors)
             num_tensors += tensors_in(layer.experts) * layer.expert_copies(self.architecture.num_experts)
-        first = len(canonical_tensors(self.architecture).names) - num_tensors
+        of_tower = sum(tensors_in(rows) for rows, _ in tower_rows(self.architecture))
+        first = len(canonical_tensors(self.architecture).names) - of_tower - num_tensors
         contents.add(chunk.prefix, template, np.array([first]))
+
+    def _add_tower(self, contents: "_Contents", chunk: Chunk, share: TensorShare) -> None:
+        """Adds the vision tower. Its tensors are the last ones."""
+        num_tensors = len(canonical_tensors(self.architecture).names)
+        of_tower = tower_rows(self.architecture)
+        first = num_tensors - sum(tensors_in(rows) for rows, _ in of_tower)
+        for rows, block in of_tower:
+            contents.add(chunk.prefix, self._template(rows, share), np.array([first]), block)
+            first += tensors_in(rows)
 
     def _layer(self, kind: LayerKind, share: TensorShare, experts: ExpertShare | None) -> Template:
         key = (kind, share.index, experts if kind.sparse else None)
@@ -290,6 +303,8 @@ def _beside(first: Template, second: Template, num_tensors: int) -> Template:
 def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
     """Returns the share's parameter for `row`. Tensors are numbered within the row."""
     shapes = [part.shape(size) for part in row.parts]
+    if prod(shapes[0][1:-1]) > 1:
+        return _whole(name, shapes)
     width = shapes[0][-1] if len(shapes[0]) > 1 else None
     if split == "columns":
         assert width is not None, f"{name}: a vector has no columns to split"
@@ -310,6 +325,13 @@ def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorS
     else:
         segments = [segment for section in sections for segment in section]
     return stacked(name, segments, sum(segment.count for segment in segments), width)
+
+
+def _whole(name: str, shapes: Sequence[tuple[int, ...]]) -> Shard:
+    """Returns a parameter with a whole tensor of more than two dimensions. Only such tensors are not split."""
+    (shape,) = shapes
+    num_rows = prod(shape[:-1])
+    return replace(stacked(name, [Segment(0, 0, num_rows)], num_rows, shape[-1]), shape=shape)
 
 
 def _sections(row: Row, size: dict[str, int]) -> list[list[Segment]]:

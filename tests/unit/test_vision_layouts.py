@@ -1,0 +1,235 @@
+"""Vision-language models in layouts and files, compared with transformers."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.checkpoint.hf_writer import save_checkpoint
+from rltrain.models import canonical_tensors, read_architecture, tower_names
+from rltrain.models.registry import FAMILIES
+from rltrain.models.vision import MRope, Tower
+from rltrain.reshard.execute import execute
+from rltrain.reshard.fsdp_layout import fsdp_layout
+from rltrain.reshard.layout import Layout, hf_layout
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan import plan
+from rltrain.rollout.layout import engine_layout
+from rltrain.runtime.grid import Grid
+from tests.support.vision_checkpoints import (
+    CONFIGS,
+    IMAGE_TOKEN,
+    VISION_END,
+    VISION_START,
+    load_model,
+    model_inputs,
+    tiny_vision,
+    write_checkpoint,
+)
+
+IDS = [1, 9, VISION_START, *[IMAGE_TOKEN] * 16, VISION_END, 10, 11, VISION_START, *[IMAGE_TOKEN] * 8, VISION_END, 12]
+GRIDS = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a checkpoint of each kind. Its folder has the name of the kind."""
+    folder = tmp_path_factory.mktemp("vision") / request.param
+    write_checkpoint(folder, request.param)
+    return folder
+
+
+def kind_of(folder: Path) -> Tower:
+    return folder.name  # type: ignore[return-value]
+
+
+@cache
+def parameters_of(folder: Path) -> dict[str, Tensor]:
+    """Returns the parameters of transformers' model."""
+    return {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
+
+
+def tower_of(folder: Path, prefix: str = "vision.") -> dict[str, Tensor]:
+    """Returns the parameters of transformers' tower after `prefix`."""
+    of_model = "model.visual."
+    return {
+        prefix + name.removeprefix(of_model): value
+        for name, value in parameters_of(folder).items()
+        if name.startswith(of_model)
+    }
+
+
+def language_model(folder: Path, written: Path) -> Path:
+    """Writes transformers' language model without the tower, in the format of its family of texts."""
+    config = json.loads((folder / "config.json").read_text())
+    named = {name.replace("model.language_model.", "model."): value for name, value in parameters_of(folder).items()}
+    texts = {name: value.contiguous() for name, value in named.items() if "visual" not in name}
+    family = FAMILIES[kind_of(folder)].built_as or f"{kind_of(folder)}_text"
+    written.mkdir()
+    text_config = {**config["text_config"], "model_type": family, "tie_word_embeddings": False, "norm_topk_prob": True}
+    save_file(_apart(texts) if family == "qwen3_moe" else texts, written / "model.safetensors")
+    (written / "config.json").write_text(json.dumps(text_config))
+    return written
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Divides the tensors of all experts of a layer, as in the files of qwen3_moe."""
+    apart: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        block, _, matrix = name.partition(".experts.")
+        for number, expert in enumerate(value if matrix else ()):
+            halves = expert.chunk(2) if matrix == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
+            parts = {f"{block}.experts.{number}.{of}.weight": half for of, half in zip(names, halves, strict=True)}
+            apart |= {of: half.contiguous() for of, half in parts.items()}
+        if not matrix:
+            apart[name] = value
+    return apart
+
+
+def loaded(folder: Path, layout: Layout, rank: int) -> dict[str, Tensor]:
+    parameters = {name: torch.full(shape, 7.0) for name, shape in layout.on(rank).parameters}
+    load_parameters(folder, layout, rank, parameters)
+    return parameters
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape and torch.equal(found[name], value), name
+
+
+# config.json.
+
+
+def test_the_tower_of_config_json(checkpoint: Path) -> None:
+    kind = kind_of(checkpoint)
+    architecture = read_architecture(checkpoint, sees=True)
+    assert architecture.vision == tiny_vision(kind)
+    assert architecture.mrope == MRope((2, 3, 3), interleaved=kind != "qwen2_5_vl")
+    assert read_architecture(checkpoint) == replace(architecture, vision=None, mrope=None)
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize("sizes", GRIDS, ids=str)
+def test_megatron_has_the_tower_on_its_first_stage(checkpoint: Path, sizes: dict[str, int], tmp_path: Path) -> None:
+    grid = Grid((0, 1, 2, 3), **sizes)
+    texts = language_model(checkpoint, tmp_path / "texts")
+    layout = megatron_layout(read_architecture(checkpoint, sees=True), grid)
+    of_texts = megatron_layout(read_architecture(texts), grid)
+    for rank in grid.ranks:
+        tower = tower_of(checkpoint) if grid.coordinates(rank).pp == 0 else {}
+        found, language = loaded(checkpoint, layout, rank), loaded(texts, of_texts, rank)
+        assert_same(found, language | tower)
+        assert [*found] == [*language, *tower]
+
+
+def test_interleaved_stages_have_the_tower_in_the_first_chunk(checkpoint: Path) -> None:
+    architecture = replace(read_architecture(checkpoint, sees=True), num_layers=4, moe=None, delta=None)
+    layout = megatron_layout(architecture, Grid((0, 1), pp=2, vpp=2))
+    first, second = ([name for name, _ in layout.on(rank).parameters] for rank in (0, 1))
+    assert {name for name in first if "vision." in name} == {f"0.{name}" for name in tower_of(checkpoint)}
+    assert not any("vision." in name for name in second)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_rank_of_an_engine_has_the_tower(checkpoint: Path, tp: int, tmp_path: Path) -> None:
+    grid = Grid((0, 1), tp=tp)
+    texts = language_model(checkpoint, tmp_path / "texts")
+    layout = engine_layout(read_architecture(checkpoint, sees=True), grid)
+    of_texts = engine_layout(read_architecture(texts), grid)
+    for rank in grid.ranks:
+        assert_same(loaded(checkpoint, layout, rank), loaded(texts, of_texts, rank) | tower_of(checkpoint))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_fsdp_has_the_parameters_of_transformers(checkpoint: Path, shards: int) -> None:
+    grid = Grid((*range(shards),))
+    layout = fsdp_layout(read_architecture(checkpoint, sees=True), grid)
+    held = [loaded(checkpoint, layout, rank) for rank in grid.ranks]
+    whole = {name: torch.cat([part[name] for part in held if name in part]) for name in held[0]}
+    assert_same(whole, parameters_of(checkpoint))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+def test_texts_keep_their_numbers(sizes: dict[str, int], checkpoint: Path) -> None:
+    """The tower comes after all other tensors, so it does not move them."""
+    if "vpp" in sizes and read_architecture(checkpoint).num_layers < 4:
+        sizes = {"pp": 2}
+    sees, reads = read_architecture(checkpoint, sees=True), read_architecture(checkpoint)
+    names = canonical_tensors(sees).names
+    texts = canonical_tensors(reads).names
+    assert names[: len(texts)] == texts
+    assert {*names[len(texts) :]} == tower_names(sees) and not tower_names(reads)
+    grid = Grid((0, 1), **sizes)
+    for rank in grid.ranks:
+        whole, of_texts = megatron_layout(sees, grid).on(rank), megatron_layout(reads, grid).on(rank)
+        assert np.array_equal(whole.pieces[: len(of_texts.pieces)], of_texts.pieces)
+
+
+# Reshards.
+
+
+def moved(source: Layout, destination: Layout, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Reshards on one rank."""
+    found = {name: torch.full(shape, 7.0) for name, shape in destination.on(0).parameters}
+    execute(plan(source, destination, 0, 1), held, found, group=None, cpu_group=None, bucket_bytes=10_000)
+    return found
+
+
+def test_a_reshard_moves_every_bit(checkpoint: Path) -> None:
+    architecture, grid = read_architecture(checkpoint, sees=True), Grid((0,))
+    layouts = [make(architecture, grid) for make in (megatron_layout, fsdp_layout, engine_layout)]
+    layouts.append(hf_layout(architecture, grid.ranks))
+    expected = [loaded(checkpoint, layout, 0) for layout in layouts]
+    for source, held in zip(layouts, expected, strict=True):
+        for destination, wanted in zip(layouts, expected, strict=True):
+            found = moved(source, destination, held)
+            trained = {name: value for name, value in found.items() if wanted[name].numel() == value.numel()}
+            assert_same(trained, wanted)
+
+
+# Files.
+
+
+def logits_of(folder: Path) -> Tensor:
+    generator = np.random.default_rng(0)
+    images = [generator.integers(0, 256, (height, 56, 3), np.uint8) for height in (56, 28)]
+    with torch.no_grad():
+        found: Tensor = load_model(folder)(**model_inputs(folder, IDS, images)).logits
+    return found
+
+
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_transformers_opens_what_is_saved(checkpoint: Path, sees: bool, shard_bytes: int, tmp_path: Path) -> None:
+    """Without model.vision the tower is copied from the files."""
+    architecture = read_architecture(checkpoint, sees=sees)
+    layout = megatron_layout(architecture, Grid((0,)))
+    held = loaded(checkpoint, layout, 0)
+    saved = tmp_path / "saved"
+    settings: dict[str, Any] = {"group": None, "rank": 0, "like": checkpoint, "written_bytes": 10_000}
+    save_checkpoint(saved, held, layout, architecture, max_shard_bytes=shard_bytes, **settings)
+    written = {name: value for file in saved.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert_same(written, load_file(checkpoint / "model.safetensors"))
+    assert torch.equal(logits_of(saved), logits_of(checkpoint))
+
+
+def test_a_trained_tower_is_saved(checkpoint: Path, tmp_path: Path) -> None:
+    architecture = read_architecture(checkpoint, sees=True)
+    layout = megatron_layout(architecture, Grid((0,)))
+    held = {name: value + 1 for name, value in loaded(checkpoint, layout, 0).items()}
+    save_checkpoint(tmp_path / "saved", held, layout, architecture, group=None, rank=0, like=checkpoint)
+    found = load_model(tmp_path / "saved")
+    for name, value in tower_of(checkpoint, "").items():
+        assert torch.equal(found.model.visual.get_parameter(name), value + 1), name
