@@ -197,9 +197,9 @@ def test_every_form_has_the_tokens_of_transformers(load: Load, processor: Proces
     assert ids == dataset.prompt_tokens(0) == expected_ids(processor, *TWO)
     assert [(one.begin, one.num_tokens(MERGE)) for one in images] == spans(ids)
     assert [source.read() for source in sources] == [FILES["wide"], FILES["tall"]]
-    assert dataset.sources(0) == sources
+    assert dataset.image_sources(0) == sources
     rules = dataset.encoder.images
-    assert rules is not None and [rules.placed(source, one.begin) for source, one in zip(sources, images, strict=True)]
+    assert rules is not None
     assert [*images] == [rules.placed(source, one.begin) for source, one in zip(sources, images, strict=True)]
     assert dataset.prompt_text(0) == "<image>or<image>?"
 
@@ -453,7 +453,7 @@ def test_demonstrations_have_keys_and_positions_of_images(checkpoint: Path, proc
     assert experience.rope_positions.dtype == torch.int32
     assert experience.rope_positions[:first].T.tolist() == rope_positions(first, placed, MERGE).tolist()
     assert experience.rope_positions[first:].tolist() == [[place] * 3 for place in range(last)]
-    assert [source.read() for source in demonstrations.train.sources(0)] == [FILES["wide"], FILES["tall"]]
+    assert [source.read() for source in demonstrations.train.image_sources(0)] == [FILES["wide"], FILES["tall"]]
 
 
 def test_runs_that_do_not_see_have_no_fields_of_images(checkpoint: Path, folder: Path) -> None:
@@ -495,7 +495,7 @@ def test_both_samples_of_a_pair_have_its_images(checkpoint: Path, folder: Path) 
     counts = [int((keys != 0).sum()) for keys in experience.image_keys.split(experience.lengths.tolist())]
     assert counts == [16] * 4
     assert len({*experience.image_keys.tolist()}) == 2, "text and one image"
-    assert [len(pairs.train.sources(row)) for row in range(2)] == [1, 1]
+    assert [len(pairs.train.image_sources(row)) for row in range(2)] == [1, 1]
 
 
 def test_an_image_of_the_assistant_is_refused(load: Load, folder: Path) -> None:
