@@ -23,6 +23,7 @@ from rltrain.data.pairs import parse_pair
 from rltrain.data.rows import BadRow, FileRow, Row, RowFile, look_up
 from rltrain.data.tokenizer import (
     UNKNOWN_MODEL,
+    UNUSABLE_IMAGES,
     Message,
     ModelLimits,
     Prompt,
@@ -40,8 +41,6 @@ from rltrain.runtime.json_text import is_finite
 Needs = Literal["label", "plain label", "response", "pair"]
 VIDEOS_KEY = "videos"
 """The column of verl's rows with videos."""
-UNUSABLE_IMAGES = "unusable images"
-"""The name under which rows with such images are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class RowParser:
         try:
             shown = with_images(messages, [source_of(image, folder or Path()) for image in given])
         except DataError as error:
-            raise BadRow(f"has under {key!r} {error} (images_key)", UNUSABLE_IMAGES) from None
+            raise BadRow(f"cannot be shown: {error} (images_key: {key!r})", UNUSABLE_IMAGES) from None
         return prompt if isinstance(prompt, str) and not given else shown
 
     def _with_system(self, prompt: Prompt, values: Row, key: str) -> Prompt:
