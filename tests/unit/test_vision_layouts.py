@@ -161,11 +161,9 @@ def test_fsdp_has_the_parameters_of_transformers(checkpoint: Path, shards: int) 
     assert_same(whole, parameters_of(checkpoint))
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_texts_keep_their_numbers(sizes: dict[str, int], checkpoint: Path) -> None:
     """The tower comes after all other tensors, so it does not move them."""
-    if "vpp" in sizes and read_architecture(checkpoint).num_layers < 4:
-        sizes = {"pp": 2}
     sees, reads = read_architecture(checkpoint, sees=True), read_architecture(checkpoint)
     names = canonical_tensors(sees).names
     texts = canonical_tensors(reads).names
@@ -222,7 +220,7 @@ def test_transformers_opens_what_is_saved(checkpoint: Path, sees: bool, shard_by
     save_checkpoint(saved, held, layout, architecture, max_shard_bytes=shard_bytes, **settings)
     written = {name: value for file in saved.glob("*.safetensors") for name, value in load_file(file).items()}
     assert_same(written, load_file(checkpoint / "model.safetensors"))
-    assert torch.equal(logits_of(saved), logits_of(checkpoint))
+    torch.testing.assert_close(logits_of(saved), logits_of(checkpoint), rtol=0, atol=1e-5)
 
 
 def test_a_trained_tower_is_saved(checkpoint: Path, tmp_path: Path) -> None:
