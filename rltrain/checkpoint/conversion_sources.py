@@ -71,9 +71,7 @@ class HfSource:
         self.folder.refuse_unused(self.tensors, compare_tied_head=compare_tied_head)
         self._refuse_missing()
         self._files = {file: self._open(file) for file in sorted(set(self.folder.file_of.values()))}
-        self.dtypes: Sequence[torch.dtype] = [
-            self._dtype_of(*tensor) for tensor in zip(self.tensors.names, self.tensors.shapes, strict=True)
-        ]
+        self.dtypes: Sequence[torch.dtype] = [self._dtype_of(number) for number in range(len(self.tensors.names))]
 
     def read(self, box: Box) -> Tensor:
         file = self.folder.file_of[self.tensors.names[box.tensor]]
@@ -104,9 +102,10 @@ class HfSource:
             )
         return opened
 
-    def _dtype_of(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+    def _dtype_of(self, number: int) -> torch.dtype:
+        name = self.tensors.names[number]
         file = self.folder.file_of[name]
-        stored = self.folder.stored_tensor(self._files[file], file, name, shape)
+        stored = self.folder.stored_tensor(self._files[file], file, self.tensors, number)
         if stored.get_dtype() not in TYPES_BY_NAME:
             raise self.folder.error(
                 f"{self.path / file}: tensor {name} is of type {stored.get_dtype()}; expected "

@@ -146,11 +146,14 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
                 return in_files + name.removeprefix(prefix)
         return name
 
+    turns = FAMILIES[architecture.family].turns_experts
+    turnable: list[int] = []
     for rows, layer, copies, before in _in_order(architecture):
         parts = [part for row in rows for part in row.parts]
         names.extend(prefixed(part.name.format(layer=layer, expert=i)) for i in range(copies) for part in parts)
         shapes.extend([(*before, *part.shape(size)) for part in parts] * copies)
-    return CanonicalTensors(tuple(names), tuple(shapes))
+        turnable.extend(range(len(names) - len(parts), len(names)) if turns and before else ())
+    return CanonicalTensors(tuple(names), tuple(shapes), frozenset(turnable))
 
 
 def _in_order(architecture: Architecture) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -69,7 +69,7 @@ DEEP = {**POSITIONED, "deepstack_visual_indexes": [0, 1]}
 CONFIGS: dict[Tower, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, TEXT, WINDOWED),
     "qwen3_vl": (Qwen3VLConfig, INTERLEAVED, DEEP),
-    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS}, DEEP),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS, "moe_intermediate_size": 24}, DEEP),
     "qwen3_5": (Qwen3_5Config, {**INTERLEAVED, **DELTA}, POSITIONED),
     "qwen3_5_moe": (Qwen3_5MoeConfig, {**INTERLEAVED, **DELTA, **EXPERTS}, POSITIONED),
 }
@@ -158,10 +158,21 @@ def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0) -> None:
             elif not name.endswith(FIXED):
                 parameter.add_(VECTOR_STD * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(
         patch_size=PATCH, merge_size=MERGE, min_pixels=28 * 28, max_pixels=112 * 112
     ).save_pretrained(folder)
     _write_tokenizer(folder)
+
+
+def turn_experts(file: Path) -> None:
+    """Transposes the matrices of experts, as in published files. transformers 5 saves them as it holds them."""
+    turned = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
 
 
 def _write_tokenizer(folder: Path) -> None:
