@@ -160,10 +160,10 @@ def agreed_inputs(rows: JobRows, grids: Mapping[str, Grid]) -> Inputs:
 def identity(config: Config, dataset: PromptDataset) -> Inputs:
     """Returns the identity of a run's inputs as JSON values. Its paths are for messages and are not compared."""
     data, encoder = config.data, dataset.encoder
-    weights = [source.weight for source in dataset.sources]
+    weights = [source.weight for source in dataset.source_rows]
     template = [encoder.tokenizer.chat_template, encoder.template_options] if encoder.uses_template else None
     return {
-        "rows": [_of_source(dataset, source) for source in dataset.sources],
+        "rows": [_of_source(dataset, source) for source in dataset.source_rows],
         "paths": [_shown(part.path) for part in data.train.parts()],
         "order": {
             "weights": weights if len(weights) > 1 else None,
@@ -208,7 +208,7 @@ def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
 
 def _difficulties(dataset: PromptDataset) -> dict[str, str]:
     """Returns a digest of some of the numbers that a curriculum sorts by."""
-    of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.sources)
+    of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.source_rows)
     return {"numbers": digest([*of_sources])}
 
 

@@ -259,10 +259,10 @@ class ChatTurns:
         messages = _messages_of(observation)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return self.chat_format.prompt(messages)
+        return self.chat_format.prompt(messages).ids
 
     def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        return self.chat_format.continuation(turn, _messages_of(observation))
+        return self.chat_format.continuation(turn, _messages_of(observation)).ids
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
         said = self.chat_format.message_of(turn, mark=position)
