@@ -198,7 +198,9 @@ class Trainer:
         syncs = weight_syncs(job, order, self.roles)
         self.in_flight = InFlightSyncs(job, order, self.roles, self._join_sync, self._may_join)
         transport = Transport(self.rank, job.world.address, job.world.store, job.world.background)
-        exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve)
+        exchange = Exchange(
+            self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve, job.images
+        )
         for role in self.roles.values():
             role.serve = self.in_flight.serve
         self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace, job.hold_images)
