@@ -115,7 +115,9 @@ def evaluating_job(config: Config, rank: int, shared: dict[str, str], **more: An
         job_store=FakeBulletin(shared, rank),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
-        architecture=SimpleNamespace(eos_token_ids=(1,)),
+        architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
+        decoder=None,
+        hold_images=lambda experience, step, rows: None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,
         first_step=0,
@@ -282,7 +284,9 @@ def test_a_held_out_loss_ends_training_and_keeps_the_best(tmp_path: Path):
     config = make_config(algorithm="sft", placement={"actor": 0}, output_dir=str(tmp_path), evaluation=evaluation)
     actor = actor_of(config, 0, shared, saved)
     rows = packed_experience([(1, 1), (1, 2)])
-    actor.training_data = SimpleNamespace(held_out=lambda part, num_parts: rows)  # type: ignore[assignment]
+    actor.training_data = SimpleNamespace(  # type: ignore[assignment]
+        held_out=lambda part, num_parts: rows, datasets={"data.eval": None}
+    )
     actor.algorithm = algorithm_of(config)
     actor.loss_function, actor.grid, actor.shipments = actor.algorithm.loss_function(), Grid((0,)), {}
     actor.held_out_best, actor._total = BestSoFar(config.evaluation.keep_best), torch.Tensor.double  # type: ignore

@@ -224,7 +224,7 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 6'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 7'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))
 
 
@@ -419,7 +419,8 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         rows=SimpleNamespace(prompts=prompts, first_step=resumed.data_from if resumed else 0),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
-        architecture=SimpleNamespace(eos_token_ids=(1,)),
+        architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
+        decoder=None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.models import Architecture
-from rltrain.models.attention import inverse_frequencies
+from rltrain.models.attention import axis_of_frequency, inverse_frequencies
 from rltrain.models.registry import PREDICTIONS
 from rltrain.reshard.megatron_layout import Chunk, padded_vocab_size
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, rotate_by_position
@@ -40,6 +40,7 @@ from rltrain.training.megatron.prediction import (
     mark_shared,
     told_following,
 )
+from rltrain.training.megatron.vision import add_deepstack, with_images
 
 # Options of a model in addition to its architecture and grid.
 
@@ -116,6 +117,8 @@ class ModelChunk(LanguageModule):
         self._add_head(architecture, collection, options)
         self._add_prediction(architecture, chunk, collection, options, number)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
+        if chunk.embedding and architecture.vision is not None:
+            add_deepstack(cast(torch.nn.ModuleList, self.decoder.layers), len(architecture.vision.deepstack))
         if chunk.embedding and architecture.embedding_scale != 1:
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
         mark_parallel_weights(self)
@@ -146,6 +149,8 @@ class ModelChunk(LanguageModule):
         Collective over: the tensor- and context-parallel groups.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        if embedded is not None:
+            embedded = with_images(embedded, packed_seq_params)
         settings: dict[str, Any] = {
             "attention_mask": None,
             "packed_seq_params": packed_seq_params,
@@ -248,7 +253,9 @@ class ModelChunk(LanguageModule):
             )
             self.rotary_pos_emb.inv_freq = frequencies
         elif architecture.sliding_rope_theta is None:
-            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
+            axes = axis_of_frequency(architecture)
+            axes = None if axes is None else axes.to(device)
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, axes=axes)
         else:
             of_sliding = inverse_frequencies(architecture, sliding=True).to(device)
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, of_sliding)

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,9 @@ from rltrain.training.megatron.fused import rows_multiple
 from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.prediction import prediction_loss
+from rltrain.training.megatron.vision import SeeingTower
 from rltrain.training.packing import MicroBatch, Packing
+from rltrain.training.vision import Sight, TowerPass
 
 # Megatron's process group collection for one role, from explicit rank lists.
 
@@ -331,7 +334,9 @@ class LanguageModel(torch.nn.Module, PackedModel):
         collection: ProcessGroupCollection,
         options: ModelOptions,
         layout: Layout,
+        sight: Sight | None = None,
     ) -> None:
+        """Takes `sight` if the architecture has a vision tower."""
         super().__init__()
         PackedModel.__init__(self, architecture, grid, collection, layout, options.device, options.model)
         self.config, self.options, self.moe = config, options, options.model.moe
@@ -346,6 +351,10 @@ class LanguageModel(torch.nn.Module, PackedModel):
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
+        self.vision: SeeingTower | None = None
+        if architecture.vision is not None and self.chunks[0].pre_process:
+            assert sight is not None, "the model has a vision tower"
+            self.vision = SeeingTower(architecture, config, sight, options.device)
         if options.model.activation_offload:
             for chunk in self.chunks:
                 decoder = cast(torch.nn.Module, chunk.decoder)
@@ -417,6 +426,26 @@ class LanguageModel(torch.nn.Module, PackedModel):
         grid = self.grid
         return self.architecture.moe is not None and (grid.tp * grid.cp) % (grid.ep * (grid.etp or grid.tp)) != 0
 
+    def tower_pass(self, batches: Sequence[MicroBatch], *, trains: bool) -> TowerPass | None:
+        """Encodes the images of the micro-batches. Returns None if this rank has no tower or the samples have no
+        images' fields."""
+        if self.vision is None or not batches[0].experience.has("image_keys"):
+            return None
+        assert self.vision.store is not None, "a model with samples has a store of images"
+        return TowerPass(self.vision.tower, batches, self.vision.store, trains=trains and self.vision.is_trained)
+
+    def rows_of_tokens(self, batch: MicroBatch, tokens: Tensor) -> Tensor:
+        """Returns the rows of tokens [n] in the embeddings of this rank, or -1 for tokens of other ranks."""
+        rows, num_rows = tokens, len(batch.padded_tokens)
+        if batch.slices is not None:
+            rows = batch.slices.row_of_token[tokens.to(self.device)].cpu() - self.share.rank * batch.num_rows
+            rows = torch.where(rows < batch.num_rows, rows, -1)
+        if self.config.sequence_parallel:
+            num_rows //= self.pg_collection.tp.size()
+            first = self.pg_collection.tp.rank() * num_rows
+            rows = torch.where(rows < first + num_rows, rows - first, -1)
+        return rows.clamp(min=-1)
+
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describes sequences packed end to end, as an argument of forward().
 
@@ -438,8 +467,10 @@ def build_model(
     model: schema.Model,
     parallel: schema.Parallel,
     device: torch.device,
+    sight: Sight | None = None,
 ) -> LanguageModel:
     """Builds this rank's part of the model, without loaded weights. `grid` must divide the model as in megatron_layout.
+    A model with a vision tower needs `sight`.
 
     Raises ConfigError if Transformer Engine or DeepEP is requested and missing. Collective over: first and last
     pipeline stage, if embeddings are tied.
@@ -455,7 +486,9 @@ def build_model(
     collection = process_group_collection(grid, groups)
     config = transformer_config(architecture, grid, collection.pp.rank(), options)
     layout = layout_of_model(architecture, grid, model=model, device=device)
-    built = LanguageModel(architecture, config, grid, collection, options, layout)
+    built = LanguageModel(architecture, config, grid, collection, options, layout, sight)
+    if sight is not None and not sight.settings.train:
+        built.trained_layout = layout_of_model(replace(architecture, vision=None), grid, model=model, device=device)
     move_to_device(built, device)
     check_device(built, device, on_host=HOST_TENSORS)
     return built
@@ -481,6 +514,8 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
         parameters = ((name, tensor) for name, tensor in chunk.named_parameters() if not is_adapter(name))
         held |= {prefix + name: tensor for name, tensor in (*parameters, *biases)}
+    if model.vision is not None:
+        held |= model.vision.named_weights("0." if len(model.chunks) > 1 else "")
     return held
 
 
@@ -489,13 +524,15 @@ def adapters_layout_of_model(
 ) -> Layout:
     """Returns the layout of the adapters of a model of build_model. Raises ConfigError in the same cases."""
     transformer_engine = uses_transformer_engine(model, device, architecture)
-    adapted = architecture.adapted(settings.rank, settings.targets)
+    adapted = architecture.adapted(settings.rank, settings.targets, vision=settings.vision)
     return megatron_layout(adapted, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 
 def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
     """Freezes a built model and adds adapters. All of them are zero."""
     options = model.options
+    if model.vision is not None:
+        model.vision.requires_grad_(False)
     model.adapters = Adapters(
         cast(Sequence[torch.nn.Module], model.chunks),
         adapters_layout_of_model(model.architecture, model.grid, settings, model=options.model, device=model.device),
