@@ -524,7 +524,7 @@ def adapters_layout_of_model(
 ) -> Layout:
     """Returns the layout of the adapters of a model of build_model. Raises ConfigError in the same cases."""
     transformer_engine = uses_transformer_engine(model, device, architecture)
-    adapted = architecture.adapted(settings.rank, settings.targets)
+    adapted = architecture.adapted(settings.rank, settings.targets, vision=settings.vision)
     return megatron_layout(adapted, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 
