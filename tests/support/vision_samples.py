@@ -31,12 +31,12 @@ KEYS = {name: 100 + number for number, name in enumerate(SIZES)}
 SAMPLES: tuple[tuple[Part, ...], ...] = (
     (4, "square", 5),
     (13,),
-    (3, "wide", "small", 2, "square", 6),
-    (2, "tall", "tall", 7),
+    (3, "wide", 2, "small", 1, "square", 6),
+    (2, "tall", 2, "tall", 7),
     (9,),
     (6, "small", 4),
 )
-"""Two samples are text, two touch, and three images are in more than one place."""
+"""Two samples are text. Three images are in several places."""
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -97,6 +97,6 @@ def seeing_model(
     return megatron_model(folder, grid, groups, architecture=architecture, sight=sight, **settings)
 
 
-def summed_likelihood(experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
-    """The loss of `vision_checkpoints.write_gradients`, with the opposite sign."""
-    return LossOutput(-logprobs.sum(), logprobs.new_tensor(float(experience.num_tokens)))
+def summed_logprobs(experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
+    """The loss with the gradients of `vision_checkpoints.write_gradients`. The divisor is the number of tokens."""
+    return LossOutput(logprobs.sum(), logprobs.new_tensor(float(experience.num_tokens)))
