@@ -118,21 +118,50 @@ class _OfProjections:
 
 # Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
 
+
+def axis_of_frequency(architecture: Architecture) -> Tensor | None:
+    mrope = architecture.mrope
+    if mrope is None:
+        return None
+    frames, rows, columns = mrope.sections
+    if not mrope.interleaved:
+        return torch.tensor([0] * frames + [1] * rows + [2] * columns)
+    axes = torch.zeros(sum(mrope.sections), dtype=torch.int64)
+    axes[1 : 3 * rows : 3] = 1
+    axes[2 : 3 * columns : 3] = 2
+    return axes
+
+
 Rotation = tuple[Tensor, Tensor]
 """(cosines, signed sines), each fp32, shape [tokens, 1, rotated elements of a head]."""
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position below `num_positions`, times `magnitude`. They do not depend on weights."""
+    """Cosines and sines of every position below `num_positions`, times `magnitude`. They do not depend on weights.
 
-    def __init__(self, frequencies: Tensor, magnitude: float, num_positions: int, device: torch.device) -> None:
+    With `axes` [frequencies] a token has three positions, and each frequency rotates by the one of its axis.
+    """
+
+    def __init__(
+        self,
+        frequencies: Tensor,
+        magnitude: float,
+        num_positions: int,
+        device: torch.device,
+        axes: Tensor | None = None,
+    ) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
         self._cos = torch.cat([cos, cos], -1).to(device)
         self._signed_sin = torch.cat([-sin, sin], -1).to(device)
+        self._axes = None if axes is None else torch.cat([axes, axes]).to(device)
 
     def at(self, positions: Tensor) -> Rotation:
-        """Returns the rotation for `positions` [tokens]."""
+        """Returns the rotation for `positions` [tokens], or [3, tokens] with one row for each axis."""
+        if positions.dim() > 1:
+            assert self._axes is not None, "only models with images have three positions of a token"
+            of_frequencies = positions.index_select(0, self._axes).t()
+            return self._cos.gather(0, of_frequencies)[:, None], self._signed_sin.gather(0, of_frequencies)[:, None]
         return self._cos.index_select(0, positions)[:, None], self._signed_sin.index_select(0, positions)[:, None]
 
 

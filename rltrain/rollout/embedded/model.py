@@ -14,6 +14,7 @@ from rltrain.models.attention import inverse_frequencies, soft_capped
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
+from rltrain.rollout.embedded.images import Shown
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, StateShape
 from rltrain.rollout.embedded.layers import (
     Attention,
@@ -25,6 +26,7 @@ from rltrain.rollout.embedded.layers import (
     RotaryEmbedding,
     Rotation,
     add_product,
+    axis_of_frequency,
 )
 from rltrain.rollout.embedded.parameters import (
     LayerParameters,
@@ -350,6 +352,8 @@ class EngineModel:
         self._embedding = parameters["model.embed_tokens.weight"]
         magnitude = architecture.rotation_magnitude
         self.routing_shape = RoutingShape.of(architecture) if record_routing else None
+        self.sees = architecture.mrope is not None
+        """Whether positions for rotary embeddings differ from places in the context after an image."""
         layers: list[_Layer] = []
         num_sparse, num_of_kind = 0, [0, 0]
         for index, kind in enumerate(architecture.layer_kinds):
@@ -370,7 +374,9 @@ class EngineModel:
         self._layers = tuple(layers)
         self._final_norm = Norm(parameters["model.norm.weight"], architecture, parameters.get("model.norm.bias"))
         self._head = parameters.get("lm_head.weight", self._embedding)
-        self._rotaries = [RotaryEmbedding(inverse_frequencies(architecture), magnitude, max_positions, device)]
+        axes = axis_of_frequency(architecture)
+        frequencies = inverse_frequencies(architecture)
+        self._rotaries = [RotaryEmbedding(frequencies, magnitude, max_positions, device, axes)]
         own_base = architecture.sliding_rope_theta is not None
         if own_base:
             frequencies = inverse_frequencies(architecture, sliding=True)
@@ -392,7 +398,8 @@ class EngineModel:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] at `positions` [tokens].
+        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] rotated by `positions`
+        [tokens].
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -403,17 +410,24 @@ class EngineModel:
             self._add_layer(index, hidden, rotations[index], attention)
         return hidden
 
-    def fill_cache(self, tokens: Tensor, positions: Tensor, attention: PrefillAttention) -> None:
+    def fill_cache(
+        self, tokens: Tensor, positions: Tensor, attention: PrefillAttention, shown: Shown | None = None
+    ) -> None:
         """Caches the keys and values of prompt tokens [tokens]. This is `forward` without the work needed only for its
         result.
 
+        `positions` are [tokens], or [3, tokens] for models with images. The tokens `shown` are those of images.
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
+        if shown is not None:
+            shown.insert(hidden)
         rotations = self._rotations(positions)
         last, rotation = self._layers[-1], rotations[-1]
         for index in range(self.num_layers - 1):
             self._add_layer(index, hidden, rotations[index], attention)
+            if shown is not None:
+                shown.add(index, hidden)
         if last.feed_forward.stores:
             last.attention.add(last.number, hidden, rotation, attention)
             last.feed_forward.store(hidden, attention)
