@@ -25,13 +25,25 @@ from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from tests.support.rollout_models import kv_budget
-from tests.support.vision_checkpoints import IMAGE_TOKEN, VISION_END, VISION_START, tiny_config, tiny_vision
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN,
+    VISION_END,
+    VISION_START,
+    load_model,
+    tiny_vision,
+    write_checkpoint,
+)
 
 MERGE, PATCH, VOCABULARY = 2, 7, 128
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
-KINDS: tuple[Tower, ...] = ("qwen2_5_vl",)
+TEXTS: dict[Tower, Any] = {
+    "qwen2_5_vl": transformers.Qwen2ForCausalLM,
+    "qwen3_vl": transformers.Qwen3ForCausalLM,
+    "qwen3_vl_moe": transformers.Qwen3MoeForCausalLM,
+}
+KINDS: tuple[Tower, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SIZES = {11: (28, 28), 12: (28, 56), 13: (56, 28), 14: (28, 28), 15: (56, 56)}
 """Heights and widths in pixels of the stored images, by key."""
 
@@ -49,23 +61,15 @@ class Model(NamedTuple):
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     kind: Tower = request.param
     folder = tmp_path_factory.mktemp(kind)
-    torch.manual_seed(2)
-    whole = transformers.AutoModelForImageTextToText.from_config(tiny_config(kind), dtype=torch.float32).eval()
+    write_checkpoint(folder, kind, seed=2)
+    whole = load_model(folder)
     with torch.no_grad():
-        for parameter in whole.parameters():
-            spread = torch.randn_like(parameter)
-            parameter.copy_(spread * 0.2 if parameter.ndim > 1 else parameter + 0.2 * spread)
         whole.lm_head.weight[IMAGE_TOKEN] = 0.5 * whole.lm_head.weight[IMAGE_TOKEN + 1]
-    tiny_config(kind).save_pretrained(folder)
-    text = transformers.Qwen2Config(
-        **{
-            k: v
-            for k, v in tiny_config(kind).text_config.to_dict().items()
-            if k not in ("model_type", "rope_parameters", "layer_types")
-        },
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    plain = transformers.Qwen2ForCausalLM(text)
+    settings = whole.config.text_config.to_dict()
+    for name in ("model_type", "rope_parameters", "layer_types"):
+        settings.pop(name, None)
+    text = TEXTS[kind]
+    plain = text(text.config_class(**settings, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
     plain.model.load_state_dict(whole.model.language_model.state_dict())
     plain.lm_head.load_state_dict(whole.lm_head.state_dict())
     plain.save_pretrained(folder / "text")

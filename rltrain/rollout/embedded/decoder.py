@@ -345,9 +345,9 @@ class Slots:
     """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [7, slots] int64.
 
     `TOKEN` is the next input token and `POSITION` its position. `DRAWN` is the number of response tokens and `LIMIT`
-    their limit. `PLACE` is the transcript's place for the next token. `DELTA` is the difference between the position for
-    rotary embeddings and `POSITION`. `STREAM` is the start of the random numbers.
-    Idle slots may take part in a step. They repeat the same token at position 0, and their output is ignored.
+    their limit. `PLACE` is the transcript's place for the next token. `DELTA` is the position for rotary embeddings
+    minus `POSITION`. `STREAM` is the start of the random numbers. Idle slots may take part in a step. They repeat the
+    same token at position 0, and their output is ignored.
     """
 
     def __init__(self, cache: KvCache, num_slots: int, device: torch.device) -> None:

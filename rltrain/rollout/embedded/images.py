@@ -220,11 +220,8 @@ class EngineImages:
         embeddings, deepstack = encode(self._tower, patches, grids)
         self._num_encoded += len(keys)
         counts = (grids.prod(1) // self.merge**2).tolist()
-        levels = [embeddings.split(counts), *(level.split(counts) for level in deepstack)]
-        return {
-            key: Features(first, tuple(rest))
-            for key, (first, *rest) in zip(keys, zip(*levels, strict=True), strict=True)
-        }
+        by_image = zip(*(level.split(counts) for level in (embeddings, *deepstack)), strict=True)
+        return {key: Features(first, tuple(rest)) for key, (first, *rest) in zip(keys, by_image, strict=True)}
 
     def _keep(self, key: int, features: Features) -> None:
         """Keeps a copy, because features of one piece share memory. The longest unused ones make room."""
@@ -269,9 +266,8 @@ class Admitted:
 
         A span is (slot, first place, end). Padding repeats the last position.
         """
-        rows = [
-            self._of_slot(slot)[:, np.minimum(np.arange(first, first + width), end - 1)] for slot, first, end in spans
-        ]
+        places = np.arange(width)
+        rows = [self._of_slot(slot)[:, np.minimum(first + places, end - 1)] for slot, first, end in spans]
         return torch.from_numpy(np.concatenate(rows, axis=1)).to(self.images.device).long()
 
     def _of_slot(self, slot: int) -> np.ndarray:
