@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.architecture import ExpertLayers
-from rltrain.models.attention import inverse_frequencies, soft_capped
+from rltrain.models.attention import axis_of_frequency, inverse_frequencies, soft_capped
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
@@ -26,7 +26,6 @@ from rltrain.rollout.embedded.layers import (
     RotaryEmbedding,
     Rotation,
     add_product,
-    axis_of_frequency,
 )
 from rltrain.rollout.embedded.parameters import (
     LayerParameters,
