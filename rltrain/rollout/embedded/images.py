@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rltrain.errors import DataError
 from rltrain.models.rope_positions import rope_delta, rope_positions
 from rltrain.models.vision import PlacedImage, Vision
+from rltrain.models.vision_tables import VISION
 from rltrain.models.vision_tower import build_tower, encode, patches_of
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.image_files import ImageStore
@@ -237,17 +238,13 @@ class EngineImages:
 def tower_of(vision: Vision, folder: Path, parameters: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """Returns the tower described by `folder`/config.json, on the engine's `parameters`. They stay the engine's, and
     the tower reads whatever they hold."""
-    dtype = next(tensor.dtype for name, tensor in parameters.items() if name.startswith(TOWER))
+    dtype = next(tensor.dtype for name, tensor in parameters.items() if name.startswith(VISION))
     tower = build_tower(vision, folder, dtype, torch.device("cpu"))
     for name, _ in [*tower.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
-        held = parameters[TOWER + name]
+        held = parameters[VISION + name]
         setattr(tower.get_submodule(owner), leaf, nn.Parameter(held, requires_grad=False))
     return tower.to(device)
-
-
-TOWER = "vision."
-"""The beginning of the names of the tower's parameters in an engine."""
 
 
 # Positions of tokens in a pass.

@@ -119,19 +119,6 @@ class _OfProjections:
 # Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
 
 
-def axis_of_frequency(architecture: Architecture) -> Tensor | None:
-    mrope = architecture.mrope
-    if mrope is None:
-        return None
-    frames, rows, columns = mrope.sections
-    if not mrope.interleaved:
-        return torch.tensor([0] * frames + [1] * rows + [2] * columns)
-    axes = torch.zeros(sum(mrope.sections), dtype=torch.int64)
-    axes[1 : 3 * rows : 3] = 1
-    axes[2 : 3 * columns : 3] = 2
-    return axes
-
-
 Rotation = tuple[Tensor, Tensor]
 """(cosines, signed sines), each fp32, shape [tokens, 1, rotated elements of a head]."""
 
