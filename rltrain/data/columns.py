@@ -53,7 +53,7 @@ def read_columns(
     cannot hold.
     """
     seen, parts, label_keys = set[str](), list[Sequence[bytes]](), list[tuple[int, str | None]]()
-    for number, (source, part) in enumerate(zip(file.parts(), dataset.source_rows, strict=True)):
+    for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
         wanted = _Wanted(source, {*required, *optional}, source.label_key if label else None, every)
         key = f"{config_key}.sources.{number}.path" if file.sources else f"{config_key}.path"
         label_keys.append((part.first, wanted.label_key))

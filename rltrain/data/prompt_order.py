@@ -267,16 +267,16 @@ class CurriculumOrder(RowOrder):
 
 def prompt_order(dataset: PromptDataset, config: schema.Config) -> RowOrder:
     """Returns the order of the rows of data.train in `dataset`."""
-    weights = [source.weight for source in dataset.source_rows if source.weight is not None]
-    if not weights or len(dataset.source_rows) == 1:
-        of_sources = [source.difficulties for source in dataset.source_rows]
+    weights = [source.weight for source in dataset.sources if source.weight is not None]
+    if not weights or len(dataset.sources) == 1:
+        of_sources = [source.difficulties for source in dataset.sources]
         difficulties = of_sources[0] if len(of_sources) == 1 else np.concatenate(of_sources)
         return _of_rows(len(dataset), difficulties, config, 1.0, ())
     orders = [
         _of_rows(source.num_rows, source.difficulties, config, weight / sum(weights), (number,))
-        for number, (source, weight) in enumerate(zip(dataset.source_rows, weights, strict=True))
+        for number, (source, weight) in enumerate(zip(dataset.sources, weights, strict=True))
     ]
-    firsts = [source.first for source in dataset.source_rows]
+    firsts = [source.first for source in dataset.sources]
     return Mix(orders, firsts, weights, seed=config.seed, shuffle=config.data.shuffle)
 
 

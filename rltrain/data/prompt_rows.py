@@ -16,6 +16,7 @@ from rltrain.config import schema
 from rltrain.data.assistant_turn import REASONING_MARKS
 from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.chat_template import RenderError
+from rltrain.data.image_parts import MARK as IMAGE_MARK
 from rltrain.data.image_parts import VIDEO_MARK, images_of, with_images, written
 from rltrain.data.images import VIDEO_CURE, ImageRules, ImageSource, is_given, source_of
 from rltrain.data.pairs import parse_pair
@@ -437,6 +438,12 @@ def responses_of(row: PromptRow) -> tuple[str | Sequence[Message], ...]:
     return tuple(response for response in (row.response, row.rejected) if response)
 
 
+def texts_of(row: PromptRow) -> Iterator[str]:
+    """Yields the texts of a row: its prompt and responses, or the contents of their messages."""
+    for part in (row.prompt, row.response, row.rejected):
+        yield from (part,) if isinstance(part, str) else (written(message["content"]) for message in part)
+
+
 def long_samples(
     row: PromptRow, encoder: PromptEncoder, limit: SampleLimit, max_prompt_tokens: int
 ) -> Iterator[Encoded]:
@@ -570,7 +577,7 @@ class RowChecker:
                 yield file, place, row, difficulty, values
 
     def _check_images(self, row: PromptRow) -> None:
-        """Raises BadRow if an image of the row cannot be used."""
+        """Raises BadRow if an image of the row cannot be used, or if a text has the placeholder of images."""
         if (rules := self.parser.encoder.images) is None:
             return
         try:
@@ -578,6 +585,12 @@ class RowChecker:
                 rules.check(image, fully=self.data.images.check == "full")
         except DataError as error:
             raise BadRow(f"cannot be shown: {error}", UNUSABLE_IMAGES) from error
+        if (mark := self.parser.encoder.placeholder) and any(mark in text for text in texts_of(row)):
+            raise BadRow(
+                f"cannot be shown: a text has {mark!r}, which the chat template writes for images; expected texts "
+                f"without it, and {IMAGE_MARK} for images under images_key",
+                UNUSABLE_IMAGES,
+            )
 
     def _check_samples(self, row: PromptRow) -> str | None:
         """Returns why a sample of the row is too long, or None. Raises BadRow."""

@@ -65,16 +65,16 @@ class PromptDataset:
         rows_of_sources: Sequence[Sequence[PromptRow]],
         encoder: PromptEncoder,
         max_prompt_tokens: int,
-        source_rows: Sequence[SourceRows],
+        sources: Sequence[SourceRows],
         limit: SampleLimit = NO_LIMIT,
     ) -> None:
         self.rows_of_sources = rows_of_sources
         self.rows = rows_of_sources[0] if len(rows_of_sources) == 1 else Chained(rows_of_sources)
         self.encoder = encoder
         self.max_prompt_tokens = max_prompt_tokens
-        self.source_rows = source_rows
+        self.sources = sources
         self.limit = limit
-        self._firsts = [source.first for source in source_rows]
+        self._firsts = [source.first for source in sources]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,13 +86,13 @@ class PromptDataset:
     def dropped(self) -> DroppedRows:
         """Counts of the dropped rows of all sources."""
         dropped = DroppedRows()
-        for source in self.source_rows:
+        for source in self.sources:
             dropped.add(source.dropped)
         return dropped
 
     def source_of(self, index: int) -> str:
         """Returns the title of the row's source."""
-        return self.source_rows[bisect_right(self._firsts, index) - 1].title
+        return self.sources[bisect_right(self._firsts, index) - 1].title
 
     def context(self, index: int) -> Context:
         """Returns the row's prompt as ids with its images. Raises DataError if there are more than
@@ -113,7 +113,7 @@ class PromptDataset:
         """Returns the ids of `context`."""
         return self.context(index).ids
 
-    def sources(self, index: int) -> tuple[ImageSource, ...]:
+    def image_sources(self, index: int) -> tuple[ImageSource, ...]:
         """Returns all images of the row: those of the prompt, then those of given responses."""
         return self.rows[index].images
 
@@ -131,9 +131,9 @@ class PromptDataset:
 def report_dropped(config_key: str, dataset: PromptDataset) -> None:
     """Logs the unused rows of each file with the reasons. Warns if the model gets the same tokens
     for different rows."""
-    for source in dataset.source_rows:
+    for source in dataset.sources:
         if source.dropped:
-            of_source = f" ({source.title})" if len(dataset.source_rows) > 1 else ""
+            of_source = f" ({source.title})" if len(dataset.sources) > 1 else ""
             logger.warning("%s%s: %s", config_key, of_source, source.dropped)
     if (same := same_tokens(dataset.rows, dataset.encoder)) is not None:
         logger.warning("%s: %s", config_key, same)
@@ -226,7 +226,7 @@ def load_sampled(
         if file is not None
     }
     for dataset in datasets.values():
-        for source in dataset.source_rows:
+        for source in dataset.sources:
             dataset.samples(source.first)
     return datasets
 

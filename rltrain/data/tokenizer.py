@@ -255,6 +255,11 @@ class PromptEncoder:
         """The tokenizer's largest id plus one."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
+    @cached_property
+    def placeholder(self) -> str | None:
+        """The template's text for an image, or None in runs that do not see."""
+        return None if self.images is None else str(self.tokenizer.convert_ids_to_tokens(self.images.image_token))
+
     def fingerprint(self) -> str:
         """Returns a hash of everything that determines a prompt's number of tokens."""
         tokenizer = self.tokenizer

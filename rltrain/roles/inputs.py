@@ -12,6 +12,7 @@ from typing import Any
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, Reward
 from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.images import ImageRules, ImageSource
 from rltrain.data.prompt_order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows, load_prompts, repeated_within_a_step, report_dropped
@@ -131,6 +132,11 @@ class JobRows:
         """Indexes of the rows that are not held in memory. They are in output_dir, for all nodes and for later jobs."""
         return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), self.job_store)
 
+    @cached_property
+    def images(self) -> ImageRules | None:
+        """The rules of images, or None without model.vision."""
+        return ImageRules.of(self.config)
+
     @property
     def training_rows(self) -> PromptDataset:
         """The rows of data.train."""
@@ -160,10 +166,10 @@ def agreed_inputs(rows: JobRows, grids: Mapping[str, Grid]) -> Inputs:
 def identity(config: Config, dataset: PromptDataset) -> Inputs:
     """Returns the identity of a run's inputs as JSON values. Its paths are for messages and are not compared."""
     data, encoder = config.data, dataset.encoder
-    weights = [source.weight for source in dataset.source_rows]
+    weights = [source.weight for source in dataset.sources]
     template = [encoder.tokenizer.chat_template, encoder.template_options] if encoder.uses_template else None
     return {
-        "rows": [_of_source(dataset, source) for source in dataset.source_rows],
+        "rows": [_of_source(dataset, source) for source in dataset.sources],
         "paths": [_shown(part.path) for part in data.train.parts()],
         "order": {
             "weights": weights if len(weights) > 1 else None,
@@ -202,13 +208,22 @@ def digest(values: Any) -> str:
 
 def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
     rows = [dataset[source.first + row] for row in _sampled(source.num_rows)]
-    content = [[getattr(row, name) for name in CONTENT] for row in rows]
+    content = [[_with_digests(getattr(row, name)) for name in CONTENT] for row in rows]
     return {"num_rows": source.num_rows, "sample": digest(content)}
+
+
+def _with_digests(value: Any) -> Any:
+    """Returns a field of a row with a digest of each image's file in the place of the image."""
+    if isinstance(value, ImageSource):
+        return hashlib.sha256(value.read()).hexdigest()
+    if isinstance(value, Mapping):
+        return {name: _with_digests(part) for name, part in value.items()}
+    return [_with_digests(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _difficulties(dataset: PromptDataset) -> dict[str, str]:
     """Returns a digest of some of the numbers that a curriculum sorts by."""
-    of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.source_rows)
+    of_sources = ([float(one.difficulties[row]) for row in _sampled(one.num_rows)] for one in dataset.sources)
     return {"numbers": digest([*of_sources])}
 
 

@@ -81,7 +81,7 @@ class RewardStatistics:
     def add_of(self, dataset: PromptDataset, experience: Experience, scores: Scores) -> None:
         """Adds samples for prompts of a dataset. If the dataset has several sources, adds the rewards of each too."""
         self.add(experience, scores)
-        if len(dataset.source_rows) > 1:
+        if len(dataset.sources) > 1:
             reported = self.reported(experience)
             sources = [dataset.source_of(row) for row in reported.prompt_ids.tolist()]
             self.add_sources(sources, reported.rewards.tolist())

@@ -228,7 +228,7 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
         if len(parts) > 1:
             given = zip(parts, scored.reward_parts[number].tolist(), strict=True)
             record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in given}
-        if len(source.dataset.source_rows) > 1:
+        if len(source.dataset.sources) > 1:
             record["source"] = source.dataset.source_of(int(scored.prompt_ids[number]))
         if turns := source.conversation(scored, number):
             record["turns"] = turns

@@ -353,8 +353,8 @@ def told(file: schema.PromptFile, folder: Path | None, **data: Any) -> Any:
     except DataError as refusal:
         return str(refusal)
     assert all(isinstance(rows, IndexedRows) == (folder is not None) for rows in dataset.rows_of_sources)
-    difficulties = [source.difficulties.tolist() for source in dataset.source_rows]
-    return [*dataset.rows], [source.dropped for source in dataset.source_rows], difficulties
+    difficulties = [source.difficulties.tolist() for source in dataset.sources]
+    return [*dataset.rows], [source.dropped for source in dataset.sources], difficulties
 
 
 @pytest.mark.usefixtures("small_parts")
