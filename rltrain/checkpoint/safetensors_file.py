@@ -72,7 +72,7 @@ class SafetensorsFile(DurableFile):
         self.path = path
         self.entries = in_file_order(entries)
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
-        self._turning = {entry.name: entry.shape[1:] for entry in entries if entry.turns}
+        self._turning = {entry.name: (entry.shape[1], entry.shape[2]) for entry in entries if entry.turns}
         self._collected: list[Tensor] = []
         header = _header(self.entries, metadata)
         super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes, behind_bytes=behind_bytes)
@@ -90,13 +90,13 @@ class SafetensorsFile(DurableFile):
                 f"{dtype} are due"
             )
         if name in self._turning:
-            self._collect(*self._turning[name], values)
+            self._collect(values, *self._turning[name])
         else:
             self.write_tensor(values)
         self._remaining[-1] = (name, values.dtype, elements - values.numel())
         self._drop_finished()
 
-    def _collect(self, rows: int, columns: int, values: Tensor) -> None:
+    def _collect(self, values: Tensor, rows: int, columns: int) -> None:
         """Writes all matrices [rows, columns] that `values` complete. They arrive transposed. The rest is copied."""
         self._collected.append(values.reshape(-1))
         come = torch.cat(self._collected)
