@@ -12,7 +12,6 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run_files import Contents, read_contents
 from rltrain.config.schema import Sampling
 from rltrain.data.experience import Experience
-from rltrain.data.images import Context
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import CheckpointError
@@ -216,10 +215,7 @@ class DrawingRole(Role):
 
         `draw` is part of the random seed: another value gives other samples of the same prompt.
         """
-        if images is not None:
-            prompt = images.context(row)
-        else:
-            prompt = dataset.context(row) if self.job.shape.sees else Context(dataset.prompt_tokens(row))
+        prompt = dataset.context(row) if images is None else images.context(row)
         samples = tuple(
             Sample(
                 position * num_samples + number,

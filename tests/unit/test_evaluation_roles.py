@@ -18,6 +18,7 @@ from rltrain.checkpoint.run_files import write_files
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.data.images import Context
 from rltrain.errors import ConfigError
 from rltrain.exchange.exchange import Shipment
 from rltrain.observability.evaluations import (
@@ -79,8 +80,8 @@ class Rows:
     def __getitem__(self, row: int) -> SimpleNamespace:
         return SimpleNamespace(label=str(row), prompt=f"{row}?")
 
-    def prompt_tokens(self, row: int) -> tuple[int, ...]:
-        return (row, row + 1)
+    def context(self, row: int) -> Context:
+        return Context((row, row + 1))
 
     def prompt_text(self, row: int) -> str:
         return f"{row}?"
