@@ -137,8 +137,8 @@ class TowerPass:
         return Shown(rows[torch.from_numpy(here)].to(device), features, deepstack)
 
     def backward(self) -> None:
-        """Adds the gradients of the tower's weights. Call it once, after the micro-batches' backward."""
-        for piece in self._pieces:
+        """Adds the gradients of the tower's weights, if it trains. Call it once, after the micro-batches' backward."""
+        for piece in self._pieces if self.trains else []:
             with torch.enable_grad():
                 outputs = piece.outputs or self._encoded(piece)
             piece.outputs = []
