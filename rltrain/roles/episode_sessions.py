@@ -18,6 +18,7 @@ from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.roles.env import DRAWN, place_of
 from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.engine_feed import EngineFeed, EngineMailbox
 from rltrain.rollout.episodes import (
     ChatTurns,
     EnvironmentEpisodes,
@@ -29,13 +30,11 @@ from rltrain.rollout.episodes import (
     Waiting,
     with_shared_reward,
 )
-from rltrain.rollout.groups import Guests
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll
 
 if TYPE_CHECKING:  # the web stack is imported only with an agent
     from rltrain.endpoint.app import EndpointServer
-    from rltrain.endpoint.engine_feed import EngineMailbox
     from rltrain.endpoint.opening import RecordedSession
     from rltrain.endpoint.session import Opened
 
@@ -49,7 +48,7 @@ class Conversations:
     """The sources of an engine's conversations: the episodes of its samples, and turns requested by agents."""
 
     episodes: Episodes | None = None
-    guests: Guests | None = None
+    guests: EngineFeed | None = None
 
 
 class EpisodeSessions:
@@ -122,13 +121,11 @@ class EpisodeSessions:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
 
-    def _feed(self, engine: Engine, mailbox: "EngineMailbox | None" = None) -> Guests | None:
+    def _feed(self, engine: Engine, mailbox: EngineMailbox | None = None) -> EngineFeed | None:
         """Returns the turns requested by agents, or None without an agent. Only the engine's first rank has a
         `mailbox`."""
         if self.job.config.env.agent is None:
             return None
-        from rltrain.endpoint.engine_feed import EngineFeed
-
         return EngineFeed(engine, self.job.rows.prompts.decoder, mailbox)
 
     def _of_agents(
@@ -142,7 +139,6 @@ class EpisodeSessions:
     ) -> Conversations:
         """Starts a server in front of the engine and returns the conversations of its agents."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
-        from rltrain.endpoint.engine_feed import EngineMailbox
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint

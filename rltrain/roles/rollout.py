@@ -253,7 +253,7 @@ class RolloutRole(DrawingRole):
         """Sets the scoring that selects groups and gives them rewards. Called before the first task, on the engine's
         first rank."""
         assert self.training.selection is not None, "batch.dynamic_sampling is set"
-        self.scoring = self.training.selection.filter = scoring
+        self.scoring, self.training.selection.filter = scoring, scoring.verdicts
 
     def leave(self) -> None:
         """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back
