@@ -34,12 +34,10 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.megatron.attention import packed_sequences, thd_sequences
-from rltrain.training.megatron.chunk import ModelChunk, ModelOptions
+from rltrain.training.megatron.chunk import ModelChunk, ModelOptions, prediction_loss
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
-from rltrain.training.megatron.fused import rows_multiple
 from rltrain.training.megatron.lora import Adapters, is_adapter
-from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.megatron.prediction import prediction_loss
+from rltrain.training.megatron.platform import adapt_to_platform, rows_multiple
 from rltrain.training.packing import MicroBatch, Packing
 
 # Megatron's process group collection for one role, from explicit rank lists.
