@@ -47,7 +47,7 @@ from rltrain.roles.resuming import _architecture_problems
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement, role_grids
-from rltrain.training.megatron.chunk import AHEAD, weights_of_rows
+from rltrain.training.megatron.prediction import AHEAD, weights_of_rows
 from rltrain.training.packing import pack
 from tests.support.checkpoint_files import stored_tensors
 from tests.support.model_shards import DELTA, MOE, tiny_architecture

@@ -36,7 +36,6 @@ from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.runtime.group_messages import broadcast_json
 from rltrain.runtime.process_groups import plain_group
 from rltrain.training.backend import ModelSite, TrainingBackend
-from rltrain.training.megatron.chunk import Predicted, tell_following, with_loss
 from rltrain.training.megatron.experts import Choices, Loads, Routers, routed_samples
 from rltrain.training.megatron.model import (
     ROUTER_BIAS,
@@ -59,6 +58,7 @@ from rltrain.training.megatron.optimizer import (
     replace_steps,
     stepping,
 )
+from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
 from rltrain.training.megatron.versions import data_parallel
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch, of_all_tokens
