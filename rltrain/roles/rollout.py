@@ -19,7 +19,7 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
+from rltrain.roles.env import Conversations, EpisodeSessions
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint
