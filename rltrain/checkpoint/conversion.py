@@ -40,6 +40,7 @@ from rltrain.checkpoint.hf_files import (
     StoredPredictionLayers,
     copy_carried_files,
     planned_files,
+    turns_experts,
     write_config,
     write_index,
 )
@@ -429,7 +430,8 @@ def convert_to_hf(
     dtype = target_type(source, dtype)
     layout = hf_layout(source.architecture, tuple(range(processes.count)), dtype=dtype)
     further = StoredPredictionLayers(source.settings, source.option, trained=source.tensors.numbers)
-    files = planned_files(layout, max_file_bytes, further.entries)
+    turns = turns_experts(source.settings, source.tensors)
+    files = planned_files(layout, max_file_bytes, further.entries, turns=turns)
     counted = CountedSource(source)
     total_bytes = sum(entry.bytes for file in files for entry in file.entries)
     with output_folder(output, processes) as folder, ConversionProgress(processes, output.name, total_bytes) as bar:

@@ -26,7 +26,8 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, listed, named_by, one_of
 from rltrain.models import Architecture, canonical_tensors, element_types, read_architecture
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B
+from rltrain.models.canonical import adapter_of, matrices_of
+from rltrain.models.lora import A, B
 from rltrain.models.table import Array, CanonicalTensors, ElementType
 
 # Sources of canonical tensors, for conversions and comparisons.
@@ -58,22 +59,21 @@ class HfSource:
 
     Raises CheckpointError if a file is missing or damaged, or if names, shapes or types differ from the model in
     config.json. With `compare_tied_head`, a vocabulary's head beside tied embeddings is also read and must equal them.
+    With `sees` the model includes the vision tower.
     """
 
-    def __init__(self, path: Path, option: str, *, compare_tied_head: bool = True) -> None:
+    def __init__(self, path: Path, option: str, *, compare_tied_head: bool = True, sees: bool = False) -> None:
         self.path: Path = path
         self.settings: Path = path
         self.option: str = option
-        self.architecture = read_architecture(path, option)
+        self.architecture = read_architecture(path, option, sees=sees)
         self.tensors = canonical_tensors(self.architecture)
         self.folder = HfFolder(path, option)
         self._refuse_value_head()
         self.folder.refuse_unused(self.tensors, compare_tied_head=compare_tied_head)
         self._refuse_missing()
         self._files = {file: self._open(file) for file in sorted(set(self.folder.file_of.values()))}
-        self.dtypes: Sequence[torch.dtype] = [
-            self._dtype_of(*tensor) for tensor in zip(self.tensors.names, self.tensors.shapes, strict=True)
-        ]
+        self.dtypes: Sequence[torch.dtype] = [self._dtype_of(number) for number in range(len(self.tensors.names))]
 
     def read(self, box: Box) -> Tensor:
         file = self.folder.file_of[self.tensors.names[box.tensor]]
@@ -104,9 +104,10 @@ class HfSource:
             )
         return opened
 
-    def _dtype_of(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+    def _dtype_of(self, number: int) -> torch.dtype:
+        name = self.tensors.names[number]
         file = self.folder.file_of[name]
-        stored = self.folder.stored_tensor(self._files[file], file, name, shape)
+        stored = self.folder.stored_tensor(self._files[file], file, self.tensors, number)
         if stored.get_dtype() not in TYPES_BY_NAME:
             raise self.folder.error(
                 f"{self.path / file}: tensor {name} is of type {stored.get_dtype()}; expected "
@@ -311,17 +312,19 @@ class RunSource:
         _refuse_damage(self.checkpoint, option, *share)
         config = _config_of(self.checkpoint, option)
         self.settings, named = (settings, "--hf-config") if settings else (_began_with(config, option), option)
-        self.architecture = read_architecture(self.settings, named)
+        lora, vision = config.model.lora, config.model.vision
+        trains_tower = vision is not None and (lora.vision if lora else vision.train)
+        self.architecture = read_architecture(self.settings, named, sees=trains_tower)
         if config.model.mtp:
             self.architecture = self.architecture.predicting()
         self.tensors = canonical_tensors(self.architecture)
         in_fp32 = element_types(self.architecture, config.model.dtype) == ElementType.FLOAT32
         trained_in = CHOICES[config.model.dtype]
         self.dtypes: Sequence[torch.dtype] = [torch.float32 if always else trained_in for always in in_fp32.tolist()]
-        lora, trained = config.model.lora, self.architecture
+        trained = self.architecture
         if lora:
-            trained = trained.adapted(lora.rank, lora.targets)
-        self._base = HfSource(self.settings, named) if lora else None
+            trained = trained.adapted(lora.rank, lora.targets, vision=lora.vision)
+        self._base = HfSource(self.settings, named, sees=trains_tower) if lora else None
         self._scale = lora.scale if lora else 1.0
         self._saved = SavedState(self.checkpoint.files(ROLE), canonical_tensors(trained), option)
 
@@ -334,14 +337,20 @@ class RunSource:
 
     def _merged(self, weight: Tensor, box: Box) -> Tensor:
         """Returns `weight` plus the product of the tensor's adapter in the box, if there is one."""
-        adapters, name = self._saved.tensors, PEFT_PREFIX + self.tensors.names[box.tensor].removesuffix(WEIGHT)
-        if name + A not in adapters.numbers:
-            return weight
-        a, b = adapters.numbers[name + A], adapters.numbers[name + B]
-        rank, _ = adapters.shapes[a]
-        left = self._saved.read_box(MASTER, Box(b, box.row, 0, box.rows, rank))
-        right = self._saved.read_box(MASTER, Box(a, 0, box.col, rank, box.cols))
-        return torch.addmm(weight, left, right, alpha=self._scale)
+        adapters, merged = self._saved.tensors, []
+        matrices = matrices_of(self.tensors.names[box.tensor], self.tensors.shapes[box.tensor], box.row, box.rows)
+        parts = torch.split(weight, [rows for _, _, rows in matrices])
+        for (matrix, row, rows), part in zip(matrices, parts, strict=True):
+            name = adapter_of(matrix, self.architecture)
+            if name + A not in adapters.numbers:
+                merged.append(part)
+                continue
+            a, b = adapters.numbers[name + A], adapters.numbers[name + B]
+            rank, _ = adapters.shapes[a]
+            left = self._saved.read_box(MASTER, Box(b, row, 0, rows, rank))
+            right = self._saved.read_box(MASTER, Box(a, 0, box.col, rank, box.cols))
+            merged.append(torch.addmm(part, left, right, alpha=self._scale))
+        return torch.cat(merged)
 
 
 def _refuse_damage(checkpoint: Resumed, option: str, first: int, step: int) -> None:

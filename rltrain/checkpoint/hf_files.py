@@ -11,11 +11,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import HfFolder, further_layers
+from rltrain.checkpoint.hf_reader import HfFolder, further_layers, turned
 from rltrain.checkpoint.safetensors_file import TYPE_NAMES, SafetensorsFile, TensorEntry
 from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.config_file import parse_object
-from rltrain.models.table import INDEX_FILE, SINGLE_FILE, ElementType
+from rltrain.models.table import INDEX_FILE, SINGLE_FILE, CanonicalTensors, ElementType
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout
 
@@ -36,16 +36,23 @@ class HfFile:
     entries: tuple[TensorEntry, ...]
 
 
-def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[TensorEntry] = ()) -> list[HfFile]:
+def planned_files(
+    layout: Layout, max_file_bytes: int, further: Sequence[TensorEntry] = (), *, turns: bool = True
+) -> list[HfFile]:
     """Returns all files of a checkpoint with the tensors of `layout`, a result of hf_layout. Ranks take turns in
     writing the `further` tensors. The result is the same on every rank.
 
-    A file is larger than `max_file_bytes` only if one tensor is.
+    A file is larger than `max_file_bytes` only if one tensor is. With `turns` the matrices of CanonicalTensors.turnable
+    are transposed, as in published files.
     """
+    turning = {layout.tensors.names[number] for number in layout.tensors.turnable} if turns else set[str]()
     dtypes = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
     contents: list[tuple[int, list[TensorEntry]]] = []
     for rank in layout.ranks:
-        mine = [TensorEntry(name, dtypes[name], shape) for name, shape in layout.on(rank).parameters]
+        mine = [
+            TensorEntry(name, dtypes[name], turned(shape) if name in turning else shape, turns=name in turning)
+            for name, shape in layout.on(rank).parameters
+        ]
         contents += [(rank, entries) for entries in _in_files(mine, max_file_bytes)]
     contents += zip(cycle(layout.ranks), _in_files(further, max_file_bytes), strict=False)
     if len(contents) == 1:
@@ -129,6 +136,15 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 PREDICTION_FILE = "prediction_layers.safetensors"
 """The file of these layers in a folder without other tensors, beside a checkpoint in another format."""
+
+
+def turns_experts(folder: Path, tensors: CanonicalTensors) -> bool:
+    """Returns whether a copy of the checkpoint `folder` has the matrices of experts transposed. A folder without
+    tensors stands for published files. Raises CheckpointError as HfFolder.turns does."""
+    has_tensors = (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists()
+    return HfFolder(folder, "model.path").turns(tensors) if tensors.turnable and has_tensors else True
+
+
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 

@@ -126,6 +126,19 @@ def _rows_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
     return whole[box.row - first * height :][: box.rows]
 
 
+def _columns_of_stack(stored: Any, height: int, box: "Box") -> Tensor:
+    """Returns `_rows_of_stack` of stacked matrices stored transposed."""
+    first, last = box.row // height, (box.row + box.rows - 1) // height
+    columns: Tensor = stored[first : last + 1, box.col : box.col + box.cols]
+    return columns.transpose(1, 2).flatten(0, 1)[box.row - first * height :][: box.rows]
+
+
+def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of stacked matrices if they are transposed."""
+    stack, rows, columns = shape
+    return stack, columns, rows
+
+
 class Box(NamedTuple):
     """A part of canonical tensor number `tensor`, seen as a matrix."""
 
@@ -181,6 +194,7 @@ class HfFolder:
         """
         unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
+        self.turns(tensors)
         carried = further_layers(self.path)
         if any(name.startswith(TOWER_PREFIXES) for name in tensors.names):
             carried = tuple(prefix for prefix in carried if prefix not in TOWER_PREFIXES)
@@ -200,6 +214,31 @@ class HfFolder:
                 f"{self.path} holds {len(unused)} tensors that the model of its config.json does not have: "
                 f"{listed(sorted(unused), 8)}"
             )
+
+    def turns(self, tensors: CanonicalTensors) -> bool:
+        """Returns whether the files have the matrices of `turnable` tensors transposed, as published.
+
+        transformers decides this by the shape of every tensor. Raises CheckpointError if a transposed file has square
+        matrices among others, because transformers 5 would not transpose them.
+        """
+        names = [tensors.names[number] for number in tensors.turnable]
+        stored = {name: self._stored_shape(name) for name in names if name in self.file_of}
+        shapes = {name: tensors.shapes[tensors.numbers[name]] for name in stored}
+        square = sorted(name for name, (_, rows, columns) in shapes.items() if rows == columns)
+        are_turned = any(stored[name] != shape for name, shape in shapes.items())
+        if square and are_turned:
+            raise self.error(
+                f"{self.path} has transposed matrices of experts, but square ones in {square[0]}: transformers 5 does "
+                "not transpose them. Save the checkpoint with transformers 4.57, and again with transformers 5"
+            )
+        return are_turned if stored else bool(names)
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        with self.open(self.file_of[name]) as opened:
+            try:
+                return tuple(opened.get_slice(name).get_shape())
+            except SafetensorError:
+                raise self.error(f"{self.path / self.file_of[name]} lacks tensor {name}") from None
 
     def _equal(self, first: str, second: str) -> bool:
         if first not in self.file_of:
@@ -233,23 +272,27 @@ class HfFolder:
     def read_box(self, opened: Any, file: str, tensors: CanonicalTensors, box: Box) -> Tensor:
         """Returns a box [rows, cols] of one tensor of the open `file`."""
         shape = tensors.shapes[box.tensor]
-        stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
+        stored = self.stored_tensor(opened, file, tensors, box.tensor)
+        if tuple(stored.get_shape()) != shape:
+            return _columns_of_stack(stored, shape[1], box)
         rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
         if len(shape) > 2:
             return _rows_of_stack(stored, prod(shape[1:-1]), box)
         values: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
         return values
 
-    def stored_tensor(self, opened: Any, file: str, name: str, shape: tuple[int, ...]) -> Any:
-        """Returns the slice object of a tensor of an open file. Raises CheckpointError if it is missing or not of
-        `shape`."""
+    def stored_tensor(self, opened: Any, file: str, tensors: CanonicalTensors, number: int) -> Any:
+        """Returns the slice object of a tensor of an open file. Raises CheckpointError if it is missing or of another
+        shape. The matrices of `turnable` tensors may be transposed."""
+        name, shape = tensors.names[number], tensors.shapes[number]
         try:
             stored = opened.get_slice(name)
         except SafetensorError:
             raise self.error(
                 f"{self.path / file} lacks tensor {name} of shape {list(shape)}, which {INDEX_FILE} places there"
             ) from None
-        if tuple(stored.get_shape()) != shape:
+        found = tuple(stored.get_shape())
+        if found != shape and not (number in tensors.turnable and found == turned(shape)):
             asks = "a value head gives one score (num_labels 1):" if name == VALUE_HEAD else "config.json asks for"
             raise self.error(f"{self.path / file}: tensor {name} has shape {stored.get_shape()}; {asks} {list(shape)}")
         return stored

@@ -22,6 +22,7 @@ from rltrain.checkpoint.hf_files import (
     carried_files,
     copy_carried_files,
     planned_files,
+    turns_experts,
     write_config,
     write_index,
 )
@@ -214,7 +215,9 @@ def save_checkpoint(
     any_tensor = next(iter(source_tensors.values()))
     dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
-    files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
+    further_entries = further.entries if architecture.head == "vocabulary" else ()
+    turns = turns_experts(like, layout.tensors)
+    files = planned_files(layout, max_shard_bytes, further_entries, turns=turns)
     first = rank == layout.ranks[0]
     with _writing(directory), _appearing(directory, group, first=first) as folder:
         mine = [file for file in files if file.writer == rank]

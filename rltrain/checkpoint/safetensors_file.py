@@ -32,11 +32,13 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file."""
+    """A tensor of a file. With `turns` it has stacked matrices, and the file has them transposed: `shape` is the
+    file's, but elements are appended in the order of the matrices before that."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    turns: bool = False
 
     @property
     def bytes(self) -> int:
@@ -70,6 +72,8 @@ class SafetensorsFile(DurableFile):
         self.path = path
         self.entries = in_file_order(entries)
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
+        self._turning = {entry.name: (entry.shape[1], entry.shape[2]) for entry in entries if entry.turns}
+        self._collected: list[Tensor] = []
         header = _header(self.entries, metadata)
         super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes, behind_bytes=behind_bytes)
         self.write(header)
@@ -85,9 +89,22 @@ class SafetensorsFile(DurableFile):
                 f"{self.path}: got {values.numel()} elements of {name} as {values.dtype}; {elements} of {due} as "
                 f"{dtype} are due"
             )
-        self.write_tensor(values)
+        if name in self._turning:
+            self._collect(values, *self._turning[name])
+        else:
+            self.write_tensor(values)
         self._remaining[-1] = (name, values.dtype, elements - values.numel())
         self._drop_finished()
+
+    def _collect(self, values: Tensor, rows: int, columns: int) -> None:
+        """Writes all matrices [rows, columns] that `values` complete. They arrive transposed. The rest is copied."""
+        self._collected.append(values.reshape(-1))
+        come = torch.cat(self._collected)
+        whole = come.numel() // (rows * columns)
+        matrices = come[: whole * rows * columns].view(whole, columns, rows)
+        if whole:
+            self.write_tensor(matrices.transpose(1, 2).contiguous())
+        self._collected = [come[whole * rows * columns :].clone()]
 
     def _drop_finished(self) -> None:
         while self._remaining and self._remaining[-1][2] == 0:

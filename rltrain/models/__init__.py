@@ -3,6 +3,7 @@
 from rltrain.models.architecture import MLA, Architecture, Unlisted
 from rltrain.models.canonical import (
     NUM_LABELS,
+    adapted_tensors,
     canonical_tensors,
     element_types,
     first_tensors,
@@ -41,6 +42,7 @@ __all__ = [
     "Unlisted",
     "Windows",
     "YarnScaling",
+    "adapted_tensors",
     "canonical_tensors",
     "element_types",
     "first_tensors",

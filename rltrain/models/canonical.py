@@ -1,6 +1,7 @@
 """The numbered tensors of a model's checkpoint, with shapes and types."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,10 +19,12 @@ from rltrain.models.families import (
     VALUE_HEAD,
     stacking_experts,
 )
-from rltrain.models.lora import adapters_of
+from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, adapters_of
 from rltrain.models.registry import FAMILIES, PREDICTIONS
 from rltrain.models.table import (
     DECODER_PREFIX,
+    NESTED_PREFIX,
+    NESTED_TOWER_PREFIX,
     CanonicalTensors,
     ElementType,
     IntArray,
@@ -138,19 +141,85 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
-    tower = architecture.vision.prefix if architecture.vision else ""
+    in_files = _in_files(architecture)
+    of_modules = _of_modules(architecture)
 
     def prefixed(name: str) -> str:
-        for prefix, in_files in ((DECODER_PREFIX, architecture.decoder_prefix), (VISION, tower)):
-            if name.startswith(prefix):
-                return in_files + name.removeprefix(prefix)
-        return name
+        if name.startswith(PEFT_PREFIX):
+            return PEFT_PREFIX + _replaced(name.removeprefix(PEFT_PREFIX), of_modules)
+        return _replaced(name, in_files)
 
+    turns = FAMILIES[architecture.family].turns_experts
+    turnable: list[int] = []
     for rows, layer, copies, before in _in_order(architecture):
         parts = [part for row in rows for part in row.parts]
         names.extend(prefixed(part.name.format(layer=layer, expert=i)) for i in range(copies) for part in parts)
         shapes.extend([(*before, *part.shape(size)) for part in parts] * copies)
-    return CanonicalTensors(tuple(names), tuple(shapes))
+        turnable.extend(range(len(names) - len(parts), len(names)) if turns and before else ())
+    return CanonicalTensors(tuple(names), tuple(shapes), frozenset(turnable))
+
+
+Prefixes = tuple[tuple[str, str], ...]
+"""Pairs of a prefix and its replacement."""
+
+
+def _replaced(name: str, prefixes: Prefixes) -> str:
+    for prefix, replacement in prefixes:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def _in_files(architecture: Architecture) -> Prefixes:
+    """Returns the prefixes in files for those of the table."""
+    tower = ((VISION, architecture.vision.prefix),) if architecture.vision else ()
+    return (DECODER_PREFIX, architecture.decoder_prefix), *tower
+
+
+def _of_modules(architecture: Architecture) -> Prefixes:
+    """Returns the prefixes of transformers' modules for those of the table. PEFT has them in its files."""
+    nested = ((DECODER_PREFIX, NESTED_PREFIX), (VISION, NESTED_TOWER_PREFIX))
+    return nested if architecture.vision else ()
+
+
+STACKED_MATRIX = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+OF_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.weight$")
+
+
+def adapter_of(matrix: str, architecture: Architecture) -> str:
+    """Returns the beginning of the names of a matrix's adapters. `matrix` is its canonical name."""
+    of_table = _replaced(matrix, tuple((after, before) for before, after in reversed(_in_files(architecture))))
+    return PEFT_PREFIX + _replaced(of_table, _of_modules(architecture)).removesuffix(WEIGHT)
+
+
+def matrices_of(tensor: str, shape: Sequence[int], row: int, rows: int) -> list[tuple[str, int, int]]:
+    """Returns the matrices in `rows` rows of a canonical tensor from `row` on: (name, first row, rows) of each.
+
+    Only tensors with all experts of a layer have several. The tensor is seen as one matrix.
+    """
+    block, found, stacked = tensor.rpartition(".mlp.experts.")
+    if stacked not in STACKED_MATRIX.values():
+        return [(tensor, row, rows)]
+    names = [name for name, of in STACKED_MATRIX.items() if of == stacked]
+    height, end, matrices = shape[1] // len(names), row + rows, []
+    while row < end:
+        number, first = divmod(row, height)
+        expert, half = divmod(number, len(names))
+        count = min(height - first, end - row)
+        matrices.append((f"{block}{found}{expert}.{names[half]}{WEIGHT}", first, count))
+        row += count
+    return matrices
+
+
+def adapted_tensors(architecture: Architecture) -> frozenset[str]:
+    """Returns the canonical names of the model's tensors with adapters. `architecture` has these adapters."""
+    whole = replace(architecture, adapters=None)
+    own = {name.removesuffix(A) for name in canonical_tensors(architecture).names if name.endswith(A)}
+    apart = canonical_tensors(replace(whole, stacked_experts=False)).names
+    adapted = {name for name in apart if adapter_of(name, architecture) in own}
+    if not whole.stacked_experts:
+        return frozenset(adapted)
+    return frozenset(OF_EXPERT.sub(lambda found: STACKED_MATRIX[found[1]], name) for name in adapted)
 
 
 def _in_order(architecture: Architecture) -> Iterator[tuple[tuple[Row, ...], int, int, tuple[int, ...]]]:

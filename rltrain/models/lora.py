@@ -47,11 +47,6 @@ def target_of(tensor: str) -> str:
     raise ValueError(f"{tensor} names neither a matrix nor an adapter")
 
 
-def matrix_of(tensor: str) -> str:
-    """Returns the name of the matrix of an adapter."""
-    return tensor.removeprefix(PEFT_PREFIX).removesuffix(A).removesuffix(B) + WEIGHT
-
-
 def targets_in(table: Table) -> tuple[str, ...]:
     """Returns the names of all adaptable matrices, in the order of the table."""
     layers = [layer for layer in (table.dense, table.sparse, table.delta, table.sparse_delta) if layer]

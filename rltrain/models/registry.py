@@ -98,6 +98,8 @@ class Family:
     """True if the keys of the language model can also be outside `nested`."""
     files: NamesInFiles | None = None
     """The names in published files, if they differ between files. Otherwise None."""
+    turns_experts: bool = False
+    """True if published files have the matrices of stacked experts transposed."""
     tower: Tower | None = None
     """The kind of its vision tower."""
     mrope: MRope | None = None
@@ -294,6 +296,7 @@ FAMILIES = {
         head_dim=None,
         ffn_key="moe_intermediate_size",
         files=NamesInFiles(NESTED_PREFIX, stacked=True),
+        turns_experts=True,
         tower="qwen3_vl_moe",
         experts=read_qwen3_vl_moe,
         built_as="qwen3_moe",

@@ -192,10 +192,14 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CanonicalTensors:
-    """The names and shapes of a checkpoint's tensors. The number of a tensor is its index."""
+    """The names and shapes of a checkpoint's tensors. The number of a tensor is its index.
+
+    Some files have the matrices of the stacked tensors `turnable` transposed, with shape [experts, columns, rows].
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    turnable: frozenset[int] = frozenset()
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:

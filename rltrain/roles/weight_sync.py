@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rltrain.config.schema import WeightDelta
 from rltrain.errors import SyncMismatchError
-from rltrain.models import canonical_tensors
+from rltrain.models import adapted_tensors
 from rltrain.models.families import ROUTER_BIAS
-from rltrain.models.lora import matrix_of
 from rltrain.reshard.agreement import Agreement
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.delta import DeltaSettings, DeltaTurn, DeltaTurns
@@ -190,9 +189,9 @@ def groups_of(job: Job, source: Layout, max_bytes: int = MADE_BYTES) -> list[tup
     lora, groups = job.config.model.lora, [*tensor_groups(source.tensors, source.types, max_bytes)]
     if lora is None:
         return [(group, False) for group in groups]
-    adapters = canonical_tensors(job.architecture.adapted(lora.rank, lora.targets)).names
+    adapters = job.architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
     bias = ROUTER_BIAS.parts[0].name.rpartition(".")[2]
-    changing = {*map(matrix_of, adapters), *(name for name in source.tensors.names if name.endswith(bias))}
+    changing = {*adapted_tensors(adapters), *(name for name in source.tensors.names if name.endswith(bias))}
     adapted = np.isin(source.tensors.names, sorted(changing))
     found = [(group & adapted, False) for group in groups] + [(~adapted, True)]
     return [(group, is_frozen) for group, is_frozen in found if group.any()]

@@ -102,7 +102,7 @@ def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, r
     model."""
     lora = config.model.lora
     assert lora is not None, "only a model with adapters can keep them separate"
-    adapted = architecture.adapted(lora.rank, lora.targets)
+    adapted = architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
     plain = engine_layout(adapted, grid, dtype=config.model.dtype)
     return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -69,19 +69,21 @@ DEEP = {**POSITIONED, "deepstack_visual_indexes": [0, 1]}
 CONFIGS: dict[Tower, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, TEXT, WINDOWED),
     "qwen3_vl": (Qwen3VLConfig, INTERLEAVED, DEEP),
-    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS}, DEEP),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS, "moe_intermediate_size": 24}, DEEP),
     "qwen3_5": (Qwen3_5Config, {**INTERLEAVED, **DELTA}, POSITIONED),
     "qwen3_5_moe": (Qwen3_5MoeConfig, {**INTERLEAVED, **DELTA, **EXPERTS}, POSITIONED),
 }
 """The class, the language model and the tower of each kind of model."""
 
 
-def tiny_config(kind: Tower) -> Any:
+def tiny_config(kind: Tower, patch: int = PATCH) -> Any:
     """Returns transformers' configuration of a tiny model."""
     config, text, tower = CONFIGS[kind]
     tokens = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
     untied = {"tie_word_embeddings": False}
-    return config(text_config=dict(text) | untied, vision_config=dict(tower), **tokens, **untied)
+    return config(
+        text_config=dict(text) | untied, vision_config=dict(tower) | {"patch_size": patch}, **tokens, **untied
+    )
 
 
 def tiny_vision(kind: Tower) -> Vision:
@@ -141,14 +143,14 @@ FIXED = ("A_log", "dt_bias")
 """Parameters of gated delta nets that keep transformers' initial values."""
 
 
-def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0) -> None:
+def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH) -> None:
     """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor.
 
     The tokenizer has a token for each of CHARACTERS, as far as the vocabulary reaches. An image of 56 x 56 pixels keeps
-    its size and has 16 tokens.
+    its size, and has 16 tokens with patches of 7 pixels.
     """
     torch.manual_seed(seed)
-    config = tiny_config(kind)
+    config = tiny_config(kind, patch)
     config.video_token_id = VIDEO_TOKEN
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -158,10 +160,21 @@ def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0) -> None:
             elif not name.endswith(FIXED):
                 parameter.add_(VECTOR_STD * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGE, min_pixels=28 * 28, max_pixels=112 * 112
+        patch_size=patch, merge_size=MERGE, min_pixels=28 * 28, max_pixels=112 * 112
     ).save_pretrained(folder)
     _write_tokenizer(folder)
+
+
+def turn_experts(file: Path) -> None:
+    """Transposes the matrices of experts, as in published files. transformers 5 saves them as it holds them."""
+    turned = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
 
 
 def _write_tokenizer(folder: Path) -> None:
