@@ -8,7 +8,7 @@ from typing import Any
 
 from rltrain.config import schema
 from rltrain.data.image_parts import with_references
-from rltrain.data.images import ImageRules, is_given, source_of
+from rltrain.data.images import is_given, source_of
 from rltrain.data.prompts import PromptDataset, PromptRow
 from rltrain.data.row_index import Chained, ComputedSequence, IndexedRows
 from rltrain.data.rows import BadRow, Keys, Row, is_column_of, look_up, read_source
@@ -52,13 +52,13 @@ def read_columns(
     """Returns the wanted columns of `dataset`'s rows. The rows were read from `file`, given by `config_key`.
 
     `required` maps each required column to its user, for messages. `optional` columns are read if the file has them.
-    `every` reads all columns. Images come as references, {path} or {key}. Raises DataError for a required column
+    `every` reads all columns. Images come as paths and data URLs. Raises DataError for a required column
     missing in all rows, and for a value that JSON cannot hold.
     """
     seen, parts, label_keys = set[str](), list[Sequence[bytes]](), list[tuple[int, str | None]]()
     for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
         label_key = source.label_key if label else None
-        wanted = _Wanted(source, {*required, *optional}, label_key, every, dataset.encoder.images)
+        wanted = _Wanted(source, {*required, *optional}, label_key, every, dataset.encoder.images is not None)
         key = f"{config_key}.sources.{number}.path" if file.sources else f"{config_key}.path"
         label_keys.append((part.first, wanted.label_key))
         rows = dataset.rows_of_sources[number]
@@ -99,8 +99,8 @@ class _Wanted:
     names: Collection[str]
     label_key: str | None
     every: bool
-    images: ImageRules | None = None
-    """The rules of images. None in runs that do not see."""
+    sees: bool
+    """Whether the run sees images."""
 
     @property
     def keys(self) -> Keys:
@@ -114,20 +114,19 @@ class _Wanted:
     def as_json(self, values: Row, origin: str) -> bytes:
         """Returns the wanted columns of a row as JSON, with references in the place of images.
 
-        Raises DataError for a value that JSON cannot hold, and for an image that cannot be used.
+        Raises DataError for a value that JSON cannot hold, and for an image of another form than `source_of` takes.
         """
         columns = {name: value for name, value in values.items() if self.has(name)}
-        if self.images is None:
+        if not self.sees:
             return _as_json(columns, origin)
         try:
             if (name := self.source.images_key) in columns:
                 given = columns[name] if isinstance(columns[name], list | tuple) else [columns[name]]
                 sources = [source_of(one, Path(origin).parent) for one in given if is_given(one)]
-                columns[name] = [self.images.reference(source) for source in sources]
-            columns = {name: with_references(value, self.images) for name, value in columns.items()}
+                columns[name] = [source.reference for source in sources]
         except DataError as error:
             raise DataError(f"{origin}: {error}") from None
-        return _as_json(columns, origin)
+        return _as_json({name: with_references(value) for name, value in columns.items()}, origin)
 
 
 class _IndexedColumns(ComputedSequence[bytes]):

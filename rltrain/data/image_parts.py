@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.data.images import HOLDERS, IMAGE_URL, VIDEO_CURE, ImageRules, ImageSource, is_given, source_of
+from rltrain.data.images import HOLDERS, VIDEO_CURE, ImageSource, is_given, source_of
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError
 
@@ -96,18 +96,20 @@ def written(content: Any) -> str:
     )
 
 
-def with_references(value: Any, rules: ImageRules) -> Any:
-    """Returns a value of JSON with a reference in the place of each image (`ImageRules.reference`).
+def with_references(value: Any) -> Any:
+    """Returns a value with `ImageSource.reference` in the place of each image, so that JSON can hold it.
 
-    Images are sources, bytes, objects with bytes, and data URLs. Raises DataError for bytes that are no image.
+    Images are sources, bytes, and objects with bytes. Paths and data URLs are references already.
     """
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
-            return rules.reference(source_of(value))
-        return {name: with_references(part, rules) for name, part in value.items()}
-    if isinstance(value, ImageSource | bytes) or (isinstance(value, str) and value.startswith(IMAGE_URL)):
-        return rules.reference(source_of(value))
-    return [with_references(part, rules) for part in value] if isinstance(value, list | tuple) else value
+            return ImageSource(None, value["bytes"]).reference
+        return {name: with_references(part) for name, part in value.items()}
+    if isinstance(value, ImageSource):
+        return value.reference
+    if isinstance(value, bytes):
+        return ImageSource(None, value).reference
+    return [with_references(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> list[dict[str, Any]]:

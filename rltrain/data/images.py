@@ -24,7 +24,6 @@ from rltrain.runtime.json_text import read_json
 # The source of an image: a file, or its bytes.
 
 FILE_URL, DATA_URL = "file://", "data:"
-IMAGE_URL = f"{DATA_URL}image/"
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
 VIDEO_CURE = "expected the frames of a video as images"
 HOLDERS = ("bytes", "path", "image", "image_url", "url", "base64")
@@ -304,10 +303,6 @@ class ImageRules:
         """Returns (height, width) in pixels after resizing. It reads the header alone. Raises DataError."""
         with _opened(source) as image:
             return self._resized(image)
-
-    def reference(self, source: ImageSource) -> dict[str, Any]:
-        """Returns a JSON value for an image: the path of its file, or the key of its bytes. Raises DataError."""
-        return {"key": self.placed(source, 0).key} if source.path is None else {"path": source.path}
 
     def num_tokens(self, source: ImageSource) -> int:
         """Returns the number of tokens of the image. It reads the header alone. Raises DataError."""

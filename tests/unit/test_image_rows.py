@@ -21,6 +21,7 @@ from rltrain.config import schema
 from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.columns import read_columns
 from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.image_parts import images_of, with_references
 from rltrain.data.images import ImageRules, ImageSource, png_of
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.row_index import IndexedRows, IndexFolder
@@ -696,25 +697,21 @@ def test_rows_of_large_files_are_those_of_held_ones(
     assert len([*(folder / "index").glob("*.index")]) == 3
 
 
-def test_reward_functions_get_references_instead_of_images(load: Load, folder: Path) -> None:
-    path = jsonl(folder, {"prompt": "<image><image>", "images": ["square.png", URLS["wide"]], "label": "7"})
-    dataset = load(path)
-    rules = dataset.encoder.images
-    assert rules is not None
-    references = [{"path": str(folder / "square.png")}, {"key": rules.placed(ImageSource(None, FILES["wide"]), 0).key}]
-    file = schema.PromptFile(path=str(path), label_key=None)
-    columns = read_columns(dataset, file, config_key="data.train", required={}, every=True)
-    assert columns[0] == {"prompt": "<image><image>", "images": references, "label": "7"}
-    of_table = table(folder, {"prompt": [user(raw_bytes("wide"), text_or_image("?"))], "n": 1})
-    dataset, file = load(of_table), file.model_copy(update={"path": str(of_table)})
-    columns = read_columns(dataset, file, config_key="data.train", required={}, every=True)
-    assert columns[0]["prompt"][0]["content"][0]["image"] == references[1]
-    assert columns[0]["n"] == 1
+def test_reward_functions_get_paths_and_data_urls(load: Load, folder: Path) -> None:
+    def columns_of(path: Path) -> dict[str, Any]:
+        file = schema.PromptFile(path=str(path), label_key=None)
+        return read_columns(load(path), file, config_key="data.train", required={}, every=True)[0]
 
-
-def raw_bytes(name: str) -> dict[str, Any]:
-    return {"type": "image", "text": None, "image": {"bytes": FILES[name], "path": None}}
-
-
-def text_or_image(content: str) -> dict[str, Any]:
-    return {"type": "text", "text": content, "image": None}
+    square, reference = str(folder / "square.png"), ImageSource(None, FILES["wide"]).reference
+    row = {"prompt": "<image><image>", "images": ["square.png", URLS["wide"]], "label": "7"}
+    assert columns_of(jsonl(folder, row)) == row | {"images": [square, reference]}
+    one = jsonl(folder, {"prompt": "?", "images": "square.png"}, {"prompt": "?", "images": None})
+    assert columns_of(one)["images"] == [square]
+    inside = {"type": "image", "text": None, "image": {"bytes": FILES["wide"], "path": None}}
+    content = [inside, inside | text("?") | {"image": None}]
+    columns = columns_of(table(folder, {"prompt": [user(*content)], "images": [FILES["square"]] * 0, "n": 1}))
+    assert columns == {"prompt": [user(inside | {"image": reference}, content[1])], "images": [], "n": 1}
+    asked = load(jsonl(folder, row))
+    messages = json.loads(json.dumps(with_references(asked[0].prompt)))
+    assert messages == [user({"type": "image", "image": square}, {"type": "image", "image": reference})]
+    assert [source.read() for source in images_of(messages)] == [FILES["square"], FILES["wide"]]
