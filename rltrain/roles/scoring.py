@@ -127,8 +127,7 @@ class Scorables:
     def _asked_for(self, row: int, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if "messages" in self.fields:
-            prompt = self.dataset[row].prompt
-            values["messages"] = () if isinstance(prompt, str) else prompt
+            values["messages"] = self.dataset.messages(row)
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
             values["label_value"] = self.columns.label_value(row, columns)
