@@ -539,4 +539,4 @@ def test_rewards_and_samples_get_images_as_paths_or_data_urls(folder: Path, load
     assert base64.b64decode(second["image"].partition(",")[2]) == FILES["wide"]
     assert [source.reference for source in dataset.image_sources(0)] == [first["image"], second["image"]]
     texts = load(jsonl(folder, {"prompt": [user(text("?"))]}), sees=False)
-    assert [*texts.messages(0)] == [user(text("?"))] and texts.image_sources(0) == ()
+    assert [*texts.messages(0)] == [{"role": "user", "content": "?"}] and texts.image_sources(0) == ()
