@@ -87,20 +87,6 @@ def without_sources(message: Message) -> dict[str, Any]:
     return {**message, "content": [{"type": IMAGE} if part["type"] == IMAGE else part for part in parts]}
 
 
-def with_references(message: Message) -> dict[str, Any]:
-    """Returns the message with paths or data URLs in its parts of type image, for JSON. Raises DataError like
-    `with_sources`."""
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return dict(message)
-    parts = with_sources(message)["content"]
-    return {**message, "content": [_reference(part) if part["type"] == IMAGE else part for part in parts]}
-
-
-def _reference(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {**part, "image": part["image"] and part["image"].reference}
-
-
 def written(content: Any) -> str:
     """Returns a message's content as text, with MARK for images. The parts are those of `with_sources`."""
     if content is None or isinstance(content, str):
@@ -108,6 +94,22 @@ def written(content: Any) -> str:
     return "".join(
         MARK if kind_of(part) == IMAGE else part if isinstance(part, str) else part["text"] for part in content
     )
+
+
+def with_references(value: Any) -> Any:
+    """Returns a value with `ImageSource.reference` in the place of each image, so that JSON can hold it.
+
+    Images are sources, bytes, and objects with bytes. Paths and data URLs are references already.
+    """
+    if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes):
+            return ImageSource(None, value["bytes"]).reference
+        return {name: with_references(part) for name, part in value.items()}
+    if isinstance(value, ImageSource):
+        return value.reference
+    if isinstance(value, bytes):
+        return ImageSource(None, value).reference
+    return [with_references(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> list[dict[str, Any]]:

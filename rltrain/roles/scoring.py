@@ -15,6 +15,7 @@ from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.config import schema
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import SIBLINGS_APART, Experience, join
+from rltrain.data.image_parts import with_references
 from rltrain.data.images import thumbnail
 from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.data.prompts import PromptDataset
@@ -127,7 +128,8 @@ class Scorables:
     def _asked_for(self, row: int, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if "messages" in self.fields:
-            values["messages"] = self.dataset.messages(row)
+            prompt = self.dataset[row].prompt
+            values["messages"] = () if isinstance(prompt, str) else with_references(prompt)
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
             values["label_value"] = self.columns.label_value(row, columns)
