@@ -1,5 +1,6 @@
 """The run of one process: it checks the config, joins the other ranks, builds its roles and executes the order."""
 
+import hashlib
 import logging
 import os
 import re
@@ -65,6 +66,7 @@ from rltrain.roles.transfers import Transfers
 from rltrain.roles.weight_sync import weight_syncs
 from rltrain.runtime.ending import Ending, end_quietly
 from rltrain.runtime.grid import job_leader
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.job_store import JobStore, Waiter
 from rltrain.runtime.machine import end_job_by_threads, keep_freed_memory
 from rltrain.runtime.nodes import refuse_folders_apart, refuse_machines, refuse_other_programs
@@ -75,6 +77,7 @@ from rltrain.runtime.watchdog import Watchdog, join_within
 from rltrain.runtime.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
 from rltrain.schedule.iterations import build_order
 from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
+from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles
 
 # The roles of a rank. They are built one after another, so roles on the same device need not fit on it together.
@@ -195,10 +198,14 @@ class Trainer:
         syncs = weight_syncs(job, order, self.roles)
         self.in_flight = InFlightSyncs(job, order, self.roles, self._join_sync, self._may_join)
         transport = Transport(self.rank, job.world.address, job.world.store, job.world.background)
-        exchange = Exchange(self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve)
+        exchange = Exchange(
+            self.rank, transport, job.waiter, job.world.ranks_per_node, self.in_flight.serve, job.images
+        )
         for role in self.roles.values():
             role.serve = self.in_flight.serve
-        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace)
+        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace, job.hold_images)
+        self.newest_step = 0
+        """The last step with an entry executed by this rank."""
         self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter, control)
@@ -235,6 +242,8 @@ class Trainer:
         for role in self.roles.values():
             role.close()
         self.transfers.close()
+        if self.job.images is not None:
+            self.job.images.close()
         self.trace.close()
         return self.checkpointing.stopped_by is None
 
@@ -250,6 +259,7 @@ class Trainer:
 
     def _execute(self, position: int) -> None:
         entry = self.order[position]
+        self._release_images(entry.step)
         role = "+".join(role for role in entry.actors if role in self.hosted)
         self.job.heartbeat.begin(
             entry.name if entry.kind == "task" else f"{entry.kind} {entry.name}",
@@ -260,6 +270,13 @@ class Trainer:
         )
         with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
             {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)
+
+    def _release_images(self, step: int) -> None:
+        """Ends the holding of images for steps that all of this rank's roles have completed, at the first entry of
+        `step`."""
+        if self.job.images is not None and step > self.newest_step:
+            self.job.images.release_before(step - self.job.shape.lead - 1)
+            self.newest_step = step
 
     def _join_sync(self, position: int) -> None:
         """Executes a weight sync in the middle of another task, once the actor has reached it."""
@@ -325,6 +342,9 @@ class Trainer:
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_TIMEOUT_S = 300.0
+
+KEPT_STEPS = 2
+"""Steps for which an unused image stays, in addition to the lead of generation."""
 
 
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
@@ -398,7 +418,23 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     stop = listen_for_stop(job_store, config)
     rows.first_step = resumed.data_from if resumed else 0
     known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, stop.pause
-    return Job(*known, resumed), order, RunControl(inputs, stop, memory), watchdog
+    job = Job(*known, resumed, open_images(config, world))
+    return job, order, RunControl(inputs, stop, memory), watchdog
+
+
+def open_images(config: Config, world: World) -> ImageStore | None:
+    """Opens the store of decoded images on this node, with model.vision."""
+    if config.model.vision is None:
+        return None
+    output_dir, images = Path(config.output_dir).resolve(), config.data.images
+    place = hashlib.blake2b(str(output_dir).encode(), digest_size=8).hexdigest()
+    return ImageStore.open(
+        f"{output_dir.name} {place} {world.node}",
+        world.rank,
+        folder=images.folder,
+        keep_steps=RunShape.of(config).lead + KEPT_STEPS,
+        cache_bytes=images.cache_gb * 1e9 / world.ranks_per_node,
+    )
 
 
 def where_to_begin(

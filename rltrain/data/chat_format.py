@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,8 +32,11 @@ from rltrain.data.chat_template import (
     arguments_of,
     text_of,
 )
+from rltrain.data.image_parts import images_of, with_sources, written
+from rltrain.data.images import Context, ImageRules
 from rltrain.environments.interface import Message
 from rltrain.errors import ConfigError, DataError
+from rltrain.models.vision import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +92,7 @@ class Increments:
         return self._shown_roles[role]
 
     def _render(self, messages: Sequence[Message]) -> str:
-        answered = [_with_call_id(message) for message in messages]
+        answered = [_with_call_id(self._template.bare(message)) for message in messages]
         mark = _unused_mark(answered, self._template.tools)
         refusal = RenderError("it does not write the model's turn")
         for placeholder in self._placeholders(mark, answered):
@@ -349,12 +352,15 @@ class Conversation:
     """(begin, end) of each turn of the model in `ids`, including its end token."""
     messages: tuple[Message, ...]
     """The same as messages. Those of the model come from `ChatFormat.message_of`."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images in `ids`, in order."""
 
     @classmethod
     def begin(cls, format: "ChatFormat", messages: Sequence[Message]) -> "Conversation":
         """Returns a conversation up to the start of the model's first turn. Raises DataError if the template refuses
         `messages`."""
-        return cls(format, format.prompt(messages), (), tuple(messages))
+        begun = format.prompt(messages)
+        return cls(format, begun.ids, (), tuple(messages), begun.images)
 
     @property
     def awaits_model(self) -> bool:
@@ -384,7 +390,7 @@ class Conversation:
             raise ValueError("a turn needs tokens, and messages between it and the previous turn")
         said = self.format.message_of(tokens, mark=len(self.turns)).message()
         turn = (len(self.ids), len(self.ids) + len(tokens))
-        return Conversation(self.format, (*self.ids, *tokens), (*self.turns, turn), (*self.messages, said))
+        return replace(self, ids=(*self.ids, *tokens), turns=(*self.turns, turn), messages=(*self.messages, said))
 
     def observed(self, messages: Sequence[Message]) -> "Conversation":
         """Returns the conversation with answers to the last turn, up to the start of the next one.
@@ -395,7 +401,12 @@ class Conversation:
         if self.awaits_model:
             raise ValueError("the model speaks first: it has generated nothing since the last messages")
         following = self.format.continuation(self.last_turn, messages)
-        return Conversation(self.format, (*self.ids, *following), self.turns, (*self.messages, *messages))
+        return replace(
+            self,
+            ids=(*self.ids, *following.ids),
+            messages=(*self.messages, *messages),
+            images=(*self.images, *following.images_from(len(self.ids))),
+        )
 
     def said(self, turn: int) -> AssistantTurn:
         """Returns the parsed content of turn number `turn`."""
@@ -419,20 +430,30 @@ def new_messages(seen: Conversation, messages: Sequence[Message]) -> tuple[Messa
     if seen.awaits_model or len(messages) <= len(recorded):
         return None
     try:
-        goes_on = all(_same(old, new) for old, new in zip(recorded, messages, strict=False))
+        rules = seen.format.images
+        goes_on = all(_same(old, new, rules) for old, new in zip(recorded, messages, strict=False))
     except (DataError, LookupError, TypeError, AttributeError):
         return None  # rendering these messages reports the problem
     return tuple(messages[len(recorded) :]) if goes_on else None
 
 
-def _same(recorded: Message, given: Message) -> bool:
+def _same(recorded: Message, given: Message, rules: ImageRules | None) -> bool:
     if recorded["role"] != given["role"] or _calls(recorded) != _calls(given):
         return False
     if not _agree(_reasoning(recorded), _reasoning(given)):
         return False
     if recorded["role"] == "tool" and not _agree(recorded.get("tool_call_id"), given.get("tool_call_id")):
         return False
-    return text_of(recorded.get("content")).strip() == text_of(given.get("content")).strip()
+    return _content(recorded, rules) == _content(given, rules)
+
+
+def _content(message: Message, rules: ImageRules | None) -> tuple[str, list[int]]:
+    """Returns a message's text and the keys of its images."""
+    content = message.get("content")
+    if rules is None or message["role"] == "assistant" or not isinstance(content, list | tuple):
+        return text_of(content).strip(), []
+    shown = with_sources(message)
+    return written(shown["content"]).strip(), [rules.placed(image, 0).key for image in images_of([shown])]
 
 
 def _agree(recorded: Any, given: Any) -> bool:
@@ -466,14 +487,16 @@ class ChatFormat:
         template_options: Mapping[str, Any] = MappingProxyType({}),
         end_tokens: Collection[int] = (),
         tool_parser: str | None = None,
+        images: ImageRules | None = None,
     ) -> None:
-        """`tools` are schemas in OpenAI's format, `template_options` are variables of the template.
+        """`tools` are schemas in OpenAI's format, `template_options` are variables of the template. Without `images`
+        messages have no images.
 
         `end_tokens` end a turn in addition to the tokenizer's eos_token and the template's closing token. `tool_parser`
         is a name in `PARSERS`. None means the template's parser if there are tools, else no parser.
         """
-        self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, tools, template_options)
+        self.tokenizer, self.images = tokenizer, images
+        self.template = ChatTemplate(tokenizer, tools, template_options, takes_images=images is not None)
         self.end = TurnEnd.of(self.template, end_tokens)
         self._increments = Increments(self.template, self.end)
         if tool_parser is None and tools:
@@ -496,8 +519,17 @@ class ChatFormat:
         """Raises ConfigError if the template does not write the tools."""
         require_tools(self.template)
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Returns the ids up to the start of the model's turn. Raises DataError if the template refuses `messages`."""
+    def prompt(self, messages: Sequence[Message]) -> Context:
+        """Returns the ids up to the start of the model's turn. Raises DataError if the template refuses `messages`, or
+        if an image cannot be used."""
+        return self.placed(self._prompt_ids(messages), messages)
+
+    def num_tokens(self, messages: Sequence[Message]) -> int:
+        """Returns the number of ids of `prompt`. Of images it reads headers alone. Raises DataError like `prompt`."""
+        ids = self._prompt_ids(messages)
+        return len(ids) if self.images is None else self.images.num_placed(ids, images_of(messages))
+
+    def _prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         try:
             return self.template.encode(self.template.render(messages))
         except RenderError as error:
@@ -507,6 +539,10 @@ class ChatFormat:
                 "(see data.system_prompt; data.chat_template=never takes plain texts as they are)"
             ) from error
 
+    def placed(self, ids: Sequence[int], messages: Sequence[Message]) -> Context:
+        """Returns the ids of a text with the images of `messages` at their placeholders. Raises DataError."""
+        return Context(tuple(ids)) if self.images is None else self.images.place(ids, images_of(messages))
+
     def following(self, messages: Sequence[Message]) -> str:
         """Returns the text after a turn answered by `messages`: its closing, the messages and the start of the next
         turn.
@@ -515,15 +551,15 @@ class ChatFormat:
         """
         return self._increments.following(messages)
 
-    def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+    def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> Context:
         """Returns the ids after the generated ids `turn`: its missing closing, `messages` and the start of the next
         turn.
 
-        They are encoded alone, so none of their tokens reaches into the model's turn. Raises DataError if the template
-        has no place for `messages`.
+        They are encoded alone, so none of their tokens reaches into the model's turn. The places of images count from
+        the first of them. Raises DataError if the template has no place for `messages`, or if an image cannot be used.
         """
         following = self.template.encode(self.following(messages))
-        return tuple(self.end.missing(turn, following))
+        return self.placed(self.end.missing(turn, following), messages)
 
     def message_of(self, turn: Sequence[int], *, mark: int | str = 0, taken_ids: Collection[str] = ()) -> AssistantTurn:
         """Returns the parsed content of `turn`. Never raises: text without a meaning stays text.

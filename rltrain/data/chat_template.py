@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from rltrain.data.image_parts import IMAGE, kind_of, without_sources
 from rltrain.environments.interface import Message
 from rltrain.errors import DataError
 from rltrain.runtime.json_text import parse_json
@@ -27,10 +28,16 @@ class ChatTemplate:
     """The tokenizer's template with the tools and options of a job."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        takes_images: bool = False,
     ) -> None:
-        """`options` are variables of the template, for example enable_thinking."""
-        self.tokenizer = tokenizer
+        """`options` are variables of the template, for example enable_thinking. With `takes_images` messages may have
+        parts of type image."""
+        self.tokenizer, self.takes_images = tokenizer, takes_images
         self.tools: list[Any] = [dict(tool) for tool in tools]
         self.options = dict(options)
 
@@ -64,12 +71,19 @@ class ChatTemplate:
         return str(text)
 
     def _as_the_template_takes_it(self, message: Message) -> dict[str, Any]:
-        taken = dict(message)
-        if isinstance(taken.get("content"), list | tuple):
+        taken = self.bare(message)
+        if isinstance(taken.get("content"), list | tuple) and not self._takes_parts(taken):
             taken["content"] = text_of(taken["content"])
         if taken.get("tool_calls"):
             taken["tool_calls"] = [self._call(call) for call in taken["tool_calls"]]
         return taken
+
+    def bare(self, message: Message) -> dict[str, Any]:
+        """Returns the message without the data of its images. Raises DataError for parts that cannot be used."""
+        return without_sources(message) if self._takes_parts(message) else dict(message)
+
+    def _takes_parts(self, message: Message) -> bool:
+        return self.takes_images and message["role"] != "assistant"
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -103,7 +117,10 @@ def _texts(parts: Sequence[Any]) -> Iterator[str]:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"a message's content has a part of type {kind!r}; expected text or parts of type 'text'")
+            cure = " (for images: set model.vision)" if kind_of(part) == IMAGE else ""
+            raise DataError(
+                f"a message's content has a part of type {kind!r}; expected text or parts of type 'text'{cure}"
+            )
         yield text
 
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.data.experience import Experience, assign_groups
+from rltrain.data.pairs import Response
 from rltrain.data.prompt_order import prompt_order
-from rltrain.data.prompt_rows import Response
+from rltrain.data.prompt_rows import Encoded
 from rltrain.data.prompts import Needs, PromptDataset, load_sampled
 from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
+from rltrain.models.rope_positions import image_fields
 
 
 class GivenTexts:
@@ -72,18 +74,35 @@ def _experience(dataset: PromptDataset, rows: Sequence[int], **of_samples: Tenso
     policy versions are 0, because no model generated these tokens.
     """
     samples = [sample for row in rows for sample in dataset.samples(row)]
-    ends = [dataset.limit.kept(learnt) for _, learnt in samples]
-    tokens = [token for (ids, _), end in zip(samples, ends, strict=True) for token in ids[:end]]
-    mask = [drawn for (_, learnt), end in zip(samples, ends, strict=True) for drawn in learnt[:end]]
+    ends = [dataset.limit.kept(learnt, images) for _, learnt, images in samples]
+    tokens = [token for (ids, *_), end in zip(samples, ends, strict=True) for token in ids[:end]]
+    mask = [drawn for (_, learnt, _), end in zip(samples, ends, strict=True) for drawn in learnt[:end]]
+    rules = dataset.encoder.images
     return Experience(
         **of_samples,
+        **({} if rules is None else _of_images(samples, ends, rules.merge)),
         lengths=torch.tensor(ends, dtype=torch.int64),
-        truncated=torch.tensor([len(ids) > end for (ids, _), end in zip(samples, ends, strict=True)], dtype=torch.bool),
+        truncated=torch.tensor(
+            [len(ids) > end for (ids, *_), end in zip(samples, ends, strict=True)], dtype=torch.bool
+        ),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         response_mask=torch.tensor(mask, dtype=torch.bool),
         policy_version=torch.zeros(len(tokens), dtype=torch.int32),
         rollout_logprobs=torch.zeros(len(tokens)),
     )
+
+
+def _of_images(samples: Sequence[Encoded], ends: Sequence[int], merge: int) -> dict[str, Tensor]:
+    """Returns the fields of images of samples that are cut at `ends`."""
+    keys, positions = torch.zeros(sum(ends), dtype=torch.int64), torch.zeros(sum(ends), 3, dtype=torch.int32)
+    begin = 0
+    for (_, _, images), end in zip(samples, ends, strict=True):
+        kept = [image for image in images if image.begin < end]
+        of_tokens, of_rope = image_fields(end, kept, merge)
+        keys[begin : begin + end] = torch.from_numpy(of_tokens)
+        positions[begin : begin + end] = torch.from_numpy(of_rope)
+        begin += end
+    return {"image_keys": keys, "rope_positions": positions}
 
 
 class Demonstrations(GivenTexts):

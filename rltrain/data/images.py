@@ -18,13 +18,18 @@ from PIL import ExifTags, Image
 from rltrain.config import schema
 from rltrain.errors import CheckpointError, ConfigError, DataError, named_by
 from rltrain.models.vision import PlacedImage
+from rltrain.runtime.image_files import FORMATS
 from rltrain.runtime.json_text import read_json
 
 # The source of an image: a file, or its bytes.
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Pillow's names of the accepted formats. It has others, some of which start programs."""
 FILE_URL, DATA_URL = "file://", "data:"
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
+VIDEO_CURE = "expected the frames of a video as images"
+HOLDERS = ("bytes", "path", "image", "image_url", "url", "base64")
+"""The keys of an object that may have its image, the preferred one first."""
+OWN_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an object for a size that other libraries give to this one image."""
 SHOWN_CHARS = 80
 
 
@@ -41,6 +46,13 @@ class ImageSource(NamedTuple):
         with _explained(self):
             return Path(self.path or "").read_bytes()
 
+    @property
+    def reference(self) -> str:
+        """Returns the path of the file, or the bytes as a data URL."""
+        if self.path is not None:
+            return self.path
+        return f"{DATA_URL}image/*;base64,{base64.b64encode(self.data or b'').decode()}"
+
     def __str__(self) -> str:
         return self.path if self.path is not None else f"an image of {len(self.data or b'')} bytes"
 
@@ -48,12 +60,14 @@ class ImageSource(NamedTuple):
 def source_of(value: Any, folder: Path = Path()) -> ImageSource:
     """Returns the source of an image in a row, a message or an observation.
 
-    `value` is a path, a data URL, bytes, an object with `bytes` or `path`, a PIL image, or an array uint8 of shape
-    [height, width] or [height, width, 3]. Relative paths are below `folder`. Raises DataError for other values and
-    for URLs of the network.
+    `value` is a path, a data URL, bytes, an object with one of them under a key of HOLDERS, a PIL image, or an array
+    uint8 of shape [height, width] or [height, width, 3]. Relative paths are below `folder`. Raises DataError for other
+    values, for URLs of the network and for videos.
     """
-    if isinstance(value, Mapping) and (value.get("bytes") is not None or value.get("path") is not None):
-        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, Mapping):
+        return _source_in(value, folder)
+    if isinstance(value, ImageSource):
+        return value
     if isinstance(value, str):
         return _source_of_text(value, folder)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -68,7 +82,29 @@ def source_of(value: Any, folder: Path = Path()) -> ImageSource:
     )
 
 
+def _source_in(value: Mapping[str, Any], folder: Path) -> ImageSource:
+    if size := next((name for name in OWN_SIZES if value.get(name) is not None), None):
+        raise DataError(
+            f"an image has {size} {value[size]!r} of its own; expected none, as all images have the limits of "
+            "data.images"
+        )
+    for name in HOLDERS:
+        if is_given(held := value.get(name)):
+            is_base64 = name == "base64" and isinstance(held, str) and not held.startswith(DATA_URL)
+            return source_of(f"{DATA_URL}image/png;base64,{held}" if is_base64 else held, folder)
+    raise DataError(
+        f"an image is an object with the keys {', '.join(map(repr, value)) or 'none'}; expected bytes or path"
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Returns whether a value is more than null. Objects of Parquet files may have null in all of their fields."""
+    return any(part is not None for part in value.values()) if isinstance(value, Mapping) else value is not None
+
+
 def _source_of_text(text: str, folder: Path) -> ImageSource:
+    if text.startswith(f"{DATA_URL}video/") or text.lower().endswith(VIDEO_SUFFIXES):
+        raise DataError(f"{text[:SHOWN_CHARS]!r} is a video; {VIDEO_CURE}")
     if text.startswith(DATA_URL):
         return ImageSource(None, _decoded_url(text))
     path = text.removeprefix(FILE_URL)
@@ -151,6 +187,36 @@ def _size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if _orientation(image) in SWAPPED else (height, width)
 
 
+def thumbnail(source: ImageSource, most_pixels: int = 96) -> str:
+    """Returns a small copy of the image as a data URL of a JPEG file. Neither side has more than `most_pixels`. Raises
+    DataError."""
+    file = io.BytesIO()
+    with _opened(source) as image:
+        small = image.convert("RGB")
+        small.thumbnail((most_pixels, most_pixels))
+        small.save(file, "JPEG", quality=70)
+    return f"{DATA_URL}image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+# The ends of files, which show most files that were cut off.
+
+TAIL_BYTES = 4096
+ENDS = {b"\x89PNG": b"IEND", b"\xff\xd8": b"\xff\xd9"}
+"""By the beginning of a file: what its last bytes contain."""
+
+
+def _has_its_end(source: ImageSource) -> bool:
+    """Returns whether the file has the end mark of its format. Formats without such a mark have none."""
+    with _explained(source), Path(source.path).open("rb") if source.path else io.BytesIO(source.read()) as file:
+        head = file.read(16)
+        num_bytes = file.seek(0, io.SEEK_END)
+        file.seek(max(0, num_bytes - TAIL_BYTES))
+        tail = file.read()
+    if head[:4] == b"RIFF":
+        return int.from_bytes(head[4:8], "little") + 8 <= num_bytes
+    return any(head.startswith(begin) and end in tail for begin, end in ENDS.items())
+
+
 # Places of images among token ids.
 
 
@@ -160,6 +226,19 @@ class Context(NamedTuple):
     ids: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
     sources: tuple[ImageSource, ...] = ()
+
+    def images_from(self, begin: int) -> tuple[PlacedImage, ...]:
+        """Returns the images with places in a sequence that has these ids from `begin` on."""
+        return tuple(image._replace(begin=begin + image.begin) for image in self.images)
+
+    def shortened(self, merge: int) -> list[int]:
+        """Returns the ids with one placeholder for each image. `merge` is the height and width of a token in
+        patches."""
+        ids, begin = list[int](), 0
+        for image in self.images:
+            ids += self.ids[begin : image.begin + 1]
+            begin = image.begin + image.num_tokens(merge)
+        return [*ids, *self.ids[begin:]]
 
 
 @dataclass(frozen=True)
@@ -205,10 +284,30 @@ class ImageRules:
             )
         return found
 
+    @classmethod
+    def of(cls, config: schema.Config) -> "ImageRules | None":
+        """Returns the rules of a run, or None without model.vision. Raises errors like `read`."""
+        return None if config.model.vision is None else cls.read(Path(config.model.path), config.data.images)
+
+    def check(self, source: ImageSource, *, fully: bool) -> None:
+        """Raises DataError if the image cannot be used.
+
+        The whole image is decoded if `fully` is True, or if its file lacks the end mark of its format. Otherwise only
+        the beginning and the end of the file are read.
+        """
+        if fully or not _has_its_end(source):
+            self.decoded(source)
+        self.size(source)
+
     def size(self, source: ImageSource) -> tuple[int, int]:
         """Returns (height, width) in pixels after resizing. It reads the header alone. Raises DataError."""
         with _opened(source) as image:
             return self._resized(image)
+
+    def num_tokens(self, source: ImageSource) -> int:
+        """Returns the number of tokens of the image. It reads the header alone. Raises DataError."""
+        height, width = self.size(source)
+        return height * width // (self.patch * self.merge) ** 2
 
     def placed(self, source: ImageSource, begin: int) -> PlacedImage:
         """Returns the image at token `begin`, with its key and its grid in patches. Raises DataError.
@@ -236,11 +335,7 @@ class ImageRules:
         Raises DataError if an image cannot be read, if the numbers of placeholders and images differ, or if a
         placeholder is the last id.
         """
-        num_places = sum(token == self.image_token for token in ids)
-        if num_places != len(images):
-            raise DataError(f"{len(images)} images, but {num_places} places for images; expected as many of both")
-        if num_places and ids[-1] == self.image_token:
-            raise DataError("the text ends inside an image; expected a chat template with an end mark after images")
+        self._require_places(ids, images)
         expanded, placed, remaining = list[int](), list[PlacedImage](), iter(images)
         for token in ids:
             if token != self.image_token:
@@ -250,6 +345,21 @@ class ImageRules:
             placed.append(image)
             expanded += [token] * image.num_tokens(self.merge)
         return Context(tuple(expanded), tuple(placed), tuple(images))
+
+    def num_placed(self, ids: Sequence[int], images: Sequence[ImageSource]) -> int:
+        """Returns the number of ids of `place`. It reads headers alone. Raises DataError like `place`."""
+        self._require_places(ids, images)
+        return len(ids) + sum(self.num_tokens(image) - 1 for image in images)
+
+    def _require_places(self, ids: Sequence[int], images: Sequence[ImageSource]) -> None:
+        num_places = sum(token == self.image_token for token in ids)
+        if num_places != len(images):
+            raise DataError(
+                f"{len(images)} images, but {num_places} places for images; expected as many of both: a chat template "
+                "that writes one place for each image, and no such placeholder in texts"
+            )
+        if num_places and ids[-1] == self.image_token:
+            raise DataError("the text ends inside an image; expected a chat template with an end mark after images")
 
     def _resized(self, image: Image.Image) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

@@ -7,13 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.config import schema
 from rltrain.data.assistant_turn import REASONING_MARKS
 from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.chat_template import RenderError
+from rltrain.data.image_parts import MARK as IMAGE_MARK
+from rltrain.data.image_parts import VIDEO_MARK, images_of, with_images, written
+from rltrain.data.images import VIDEO_CURE, ImageRules, ImageSource, is_given, source_of
+from rltrain.data.pairs import parse_pair
 from rltrain.data.rows import BadRow, FileRow, Row, RowFile, look_up
 from rltrain.data.tokenizer import (
     UNKNOWN_MODEL,
@@ -26,82 +32,16 @@ from rltrain.data.tokenizer import (
     shown,
 )
 from rltrain.errors import DataError
+from rltrain.models.vision import PlacedImage
 from rltrain.runtime.json_text import is_finite
-
-# One row of a file of pairs: a prompt and two responses, one of them preferred.
-
-Response = str | Sequence[Message]
-"""A text, or messages. The first and the last message are the assistant's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prompt: Prompt
-    chosen: Response
-    rejected: Response
-    margin: float
-
-
-def parse_pair(values: Row, source: schema.PromptSource, parse: Callable[[Any, str], Prompt]) -> Pair:
-    """Parses a row of pairs. `parse(value, key)` makes a text or messages from a value. Raises BadRow.
-
-    chosen_key and rejected_key have texts, or messages beginning with the assistant's, as responses to the prompt under
-    prompt_key. Or they have whole conversations, and the common beginning of both is the prompt.
-    """
-    keys = source.chosen_key, source.rejected_key
-    chosen, rejected = (parse(look_up(values, key), key) for key in keys)
-    if chosen == rejected:
-        raise BadRow(f"has the same under {keys[0]!r} and {keys[1]!r}; expected two responses")
-    margin = 0.0 if source.margin_key is None else _margin(look_up(values, source.margin_key), source.margin_key)
-    if _is_whole(chosen) != _is_whole(rejected):
-        raise BadRow(
-            f"has a whole conversation under one of {keys[0]!r} and {keys[1]!r}, and a response under the other; "
-            "expected the same of both"
-        )
-    prompt: Prompt
-    if not isinstance(chosen, str) and not isinstance(rejected, str) and _is_whole(chosen):
-        common = _num_equal(chosen, rejected)
-        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-        if not prompt or any(not side or side[0]["role"] != "assistant" for side in (chosen, rejected)):
-            raise BadRow(
-                f"has conversations under {keys[0]!r} and {keys[1]!r} that first differ in message {common + 1}; "
-                "expected a prompt that they have in common, and then turns of the assistant in which they differ"
-            )
-    else:
-        prompt = parse(look_up(values, source.prompt_key), source.prompt_key)
-    _check_turns(chosen, keys[0])
-    _check_turns(rejected, keys[1])
-    return Pair(prompt, chosen, rejected, margin)
-
-
-def _is_whole(side: Prompt) -> bool:
-    """Returns whether it is a conversation from its beginning."""
-    return not isinstance(side, str) and side[0]["role"] != "assistant"
-
-
-def _num_equal(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Returns the number of equal messages at the beginning of both."""
-    shorter = min(len(first), len(second))
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
-
-
-def _check_turns(response: Response, key: str) -> None:
-    roles = [] if isinstance(response, str) else [message["role"] for message in response]
-    if roles and roles[-1] != "assistant":
-        raise BadRow(f"has a message of role {roles[-1]!r} at the end of {key!r}; expected the assistant's")
-    if ("assistant", "assistant") in pairwise(roles):
-        raise BadRow(f"has two turns of the assistant one after the other under {key!r}; expected one between them")
-
-
-def _margin(value: Any, key: str) -> float:
-    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise BadRow(f"has {shown(value)} under {key!r}; expected a finite number (margin_key)")
-
 
 # One parsed row of a prompt file.
 
 Needs = Literal["label", "plain label", "response", "pair"]
+VIDEOS_KEY = "videos"
+"""The column of verl's rows with videos."""
+UNUSABLE_IMAGES = "unusable images"
+"""The name under which rows with such images are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +71,12 @@ class PromptRow:
         """File and line, for messages."""
         return f"{self.place}{self.number}"
 
+    @property
+    def images(self) -> tuple[ImageSource, ...]:
+        """The images of the prompt, then those of the responses. Raises DataError if a part has none."""
+        texts = (self.prompt, self.response, self.rejected)
+        return tuple(image for text in texts if not isinstance(text, str) for image in images_of(text))
+
 
 @dataclass(frozen=True)
 class RowParser:
@@ -152,8 +98,14 @@ class RowParser:
             columns = (source.response_key,)
         elif self.needs == "pair":
             columns = (source.chosen_key, source.rejected_key, source.margin_key)
+        columns = (*columns, *((source.images_key, VIDEOS_KEY) if self._sees else ()))
         keys = (source.prompt_key, *columns, source.tools_key, source.system_key, self.difficulty_key)
         return frozenset(key for key in keys if key is not None)
+
+    @property
+    def _sees(self) -> bool:
+        """Whether rows may have images."""
+        return self.encoder.images is not None and self.encoder.uses_template
 
     def parse(self, values: Row | BadRow, place: str, number: int) -> PromptRow:
         """Returns the row of these values. `place` and `number` together are its origin. Raises BadRow."""
@@ -161,10 +113,12 @@ class RowParser:
             raise values
         source = self.source
         tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
+        folder = Path(place).parent if self._sees else None
+        parse, fill = partial(self._prompt, images_in=folder), partial(self._with_images, values=values, folder=folder)
         if self.needs == "pair":
-            pair = parse_pair(values, source, self._prompt)
+            pair = parse_pair(values, source, parse, fill)
             return PromptRow(pair.prompt, "", pair.chosen, tools, place, number, pair.rejected, pair.margin)
-        prompt = self._prompt(look_up(values, source.prompt_key), source.prompt_key)
+        prompt = fill(parse(look_up(values, source.prompt_key), source.prompt_key))
         if source.system_key is not None:
             prompt = self._with_system(prompt, values, source.system_key)
         label = ""
@@ -186,14 +140,35 @@ class RowParser:
             return float(value)
         raise BadRow(f"has {shown(value)} under {self.difficulty_key!r}; expected a number (data.curriculum.key)")
 
-    def _prompt(self, value: Any, key: str) -> Prompt:
+    def _prompt(self, value: Any, key: str, images_in: Path | None = None) -> Prompt:
         if isinstance(value, str) and value:
             return value
         if not isinstance(value, list) or not value:
             raise BadRow(f"has {shown(value)} under {key!r}; expected a text or a list of chat messages, not empty")
         if not self.encoder.uses_template:
             raise BadRow(f"has chat messages under {key!r}, but {self.encoder.without_template}; expected a text")
-        return parse_messages(value, key)
+        return parse_messages(value, key, images_in)
+
+    def _with_images(self, prompt: Prompt, values: Row, folder: Path | None) -> Prompt:
+        """Returns the prompt with the images of images_key at their places. `folder` has the row's file."""
+        key = self.source.images_key
+        if self.encoder.images is None or key is None:
+            return prompt
+        try:
+            column = look_up(values, key)
+        except BadRow:
+            return prompt
+        given = column if isinstance(column, list | tuple) else [column] if is_given(column) else []
+        if folder is None and given:
+            raise BadRow(f"has images under {key!r}, but {self.encoder.without_template}; expected none")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if is_given(values.get(VIDEOS_KEY) or None) and any(VIDEO_MARK in written(m["content"]) for m in messages):
+            raise BadRow(f"has videos under {VIDEOS_KEY!r}; {VIDEO_CURE}", "videos")
+        try:
+            shown = with_images(messages, [source_of(image, folder or Path()) for image in given])
+        except DataError as error:
+            raise BadRow(f"has under {key!r} {error} (images_key)", UNUSABLE_IMAGES) from None
+        return prompt if isinstance(prompt, str) and not given else shown
 
     def _with_system(self, prompt: Prompt, values: Row, key: str) -> Prompt:
         try:
@@ -288,31 +263,33 @@ def demonstrate(chat: ChatFormat, messages: Sequence[Message]) -> Conversation:
     """
     ids: list[int] = []
     turns: list[tuple[int, int]] = []
-    for text, is_turn in _pieces(chat, messages):
-        begin = len(ids)
-        ids += chat.template.encode(text)
-        if is_turn:
+    images: list[PlacedImage] = []
+    for text, told in _pieces(chat, messages):
+        begin, piece = len(ids), chat.placed(chat.template.encode(text), told or ())
+        ids += piece.ids
+        images += piece.images_from(begin)
+        if told is None:
             turns.append((begin, len(ids)))
-    return Conversation(chat, tuple(ids), tuple(turns), tuple(messages))
+    return Conversation(chat, tuple(ids), tuple(turns), tuple(messages), tuple(images))
 
 
-def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str, bool]]:
-    """Yields (text, whether it is a turn of the assistant) in the order of the conversation."""
+def _pieces(chat: ChatFormat, messages: Sequence[Message]) -> Iterator[tuple[str, Sequence[Message] | None]]:
+    """Yields (text, its messages or None for a turn of the assistant) in the order of the conversation."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        yield chat.template.render(messages[: places[0]]), False
+        yield chat.template.render(messages[: places[0]]), messages[: places[0]]
         for place, following in pairwise([*places, len(messages)]):
             answers = messages[place + 1 : following]
             behind = chat.following(answers) if answers else ""
             said, is_ended = _turn(chat, messages[: place + 1])
             if is_ended:
-                yield said, True
+                yield said, None
                 behind = _behind_the_end(chat, behind)
             else:
                 end, behind = _next_mark(chat, behind or _behind_last(chat, messages[place]))
-                yield said + end, True
+                yield said + end, None
             if answers:
-                yield behind, False
+                yield behind, answers
     except RenderError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(f"the chat template refuses messages of roles {roles}: {error}") from error
@@ -381,8 +358,8 @@ def _end_texts(chat: ChatFormat) -> list[str]:
 
 # The samples of a row as ids: a prompt and a response, the trained tokens, and the limit of their length.
 
-Encoded = tuple[Sequence[int], Sequence[bool]]
-"""(ids of a sample, mask of its trained tokens)"""
+Encoded = tuple[Sequence[int], Sequence[bool], tuple[PlacedImage, ...]]
+"""(ids of a sample, mask of its trained tokens, its images)"""
 
 
 @dataclass(frozen=True)
@@ -393,19 +370,23 @@ class SampleLimit:
     """data.max_response_tokens."""
     sample_tokens: int | None = None
     """The model's number of positions."""
+    merge: int = 1
+    """Height and width of a token of an image in patches."""
 
     @classmethod
-    def of(cls, data: schema.Data, model: ModelLimits) -> "SampleLimit":
-        return cls(data.max_response_tokens, model.max_positions)
+    def of(cls, data: schema.Data, model: ModelLimits, images: ImageRules | None) -> "SampleLimit":
+        return cls(data.max_response_tokens, model.max_positions, 1 if images is None else images.merge)
 
-    def kept(self, learnt: Sequence[bool]) -> int:
-        """Returns the number of a sample's tokens within the limit."""
+    def kept(self, learnt: Sequence[bool], images: Sequence[PlacedImage] = ()) -> int:
+        """Returns the number of a sample's tokens within the limit. It keeps an image whole or not at all."""
         ends = [len(learnt)]
         if self.response_tokens is not None:
             ends.append(learnt.index(True) + self.response_tokens)
         if self.sample_tokens is not None:
             ends.append(self.sample_tokens)
-        return min(ends)
+        end = min(ends)
+        cut = (image.begin for image in images if image.begin < end < image.begin + image.num_tokens(self.merge))
+        return next(cut, end)
 
     def holds(self, prompt_tokens: int, response_tokens: int) -> bool:
         """Returns whether a sample with at most these numbers of tokens is within the limit."""
@@ -443,16 +424,24 @@ def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEn
             raise DataError(f"{row.origin}: {error}") from error
         num_asked = sum(message["role"] == "assistant" for message in prompt_messages)
         begin = record.turns[num_asked][0]
-        return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)]
+        return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)], record.images
     prompt, (ids,) = encoder.encode(row.prompt, row.tools), encoder.encode_responses([response])
+    if encoder.images is not None:
+        encoder.images.place(ids, ())  # a placeholder in the text would be an image without pixels
     end = encoder.response_end
     ended = ids if ids[-1:] == [end] else [*ids, end]
-    return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)
+    return [*prompt.ids, *ended], [False] * len(prompt.ids) + [True] * len(ended), prompt.images
 
 
 def responses_of(row: PromptRow) -> tuple[str | Sequence[Message], ...]:
     """Returns the responses to train on: both of a pair, none of a row with only a label."""
     return tuple(response for response in (row.response, row.rejected) if response)
+
+
+def texts_of(row: PromptRow) -> Iterator[str]:
+    """Yields the texts of a row: its prompt and responses, or the contents of their messages."""
+    for part in (row.prompt, row.response, row.rejected):
+        yield from (part,) if isinstance(part, str) else (written(message["content"]) for message in part)
 
 
 def long_samples(
@@ -464,7 +453,7 @@ def long_samples(
     for response in responses:
         if not limit.holds(prompt_bound, encoder.response_bound(response, row.tools)):
             sample = encoded(row, response, encoder)
-            if limit.kept(sample[1]) < len(sample[1]):
+            if limit.kept(*sample[1:]) < len(sample[1]):
                 yield sample
 
 
@@ -473,7 +462,7 @@ def refuse_unknown_ids(row: PromptRow, encoder: PromptEncoder, model: ModelLimit
     if model.vocab_size is None or encoder.num_ids <= model.vocab_size:
         return
     samples = [encoded(row, response, encoder)[0] for response in responses_of(row)]
-    for ids in [encoder.encode(row.prompt, row.tools), *samples]:
+    for ids in [encoder.encode(row.prompt, row.tools).ids, *samples]:
         if (beyond := next((token for token in ids if token >= model.vocab_size), None)) is not None:
             spelling = encoder.tokenizer.convert_ids_to_tokens(beyond)
             raise BadRow(
@@ -555,7 +544,7 @@ class RowChecker:
 
     def __init__(self, parser: RowParser, data: schema.Data, key: str) -> None:
         self.parser, self.data, self.key = parser, data, key
-        self.limit = SampleLimit.of(data, parser.model)
+        self.limit = SampleLimit.of(data, parser.model, parser.encoder.images)
         self.dropped = DroppedRows()
         self.num_usable = 0
         self.has_tools = False
@@ -573,6 +562,7 @@ class RowChecker:
             try:
                 row = parser.parse(values, file.prefix, number)
                 difficulty = parser.difficulty(values)
+                self._check_images(row)
                 too_long = _is_too_long(row, parser.encoder, self.data.max_prompt_tokens)
                 problem = None if too_long else self._check_samples(row)
             except BadRow as bad:
@@ -585,6 +575,22 @@ class RowChecker:
                 self.num_usable += 1
                 self.has_tools = self.has_tools or bool(row.tools)
                 yield file, place, row, difficulty, values
+
+    def _check_images(self, row: PromptRow) -> None:
+        """Raises BadRow if an image of the row cannot be used, or if a text has the placeholder of images."""
+        if (rules := self.parser.encoder.images) is None:
+            return
+        try:
+            for image in row.images:
+                rules.check(image, fully=self.data.images.check == "full")
+        except DataError as error:
+            raise BadRow(f"cannot be shown: {error}", UNUSABLE_IMAGES) from error
+        if (mark := self.parser.encoder.placeholder) and any(mark in text for text in texts_of(row)):
+            raise BadRow(
+                f"cannot be shown: a text has {mark!r}, which the chat template writes for images; expected texts "
+                f"without it, and {IMAGE_MARK} for images under images_key",
+                UNUSABLE_IMAGES,
+            )
 
     def _check_samples(self, row: PromptRow) -> str | None:
         """Returns why a sample of the row is too long, or None. Raises BadRow."""
@@ -640,6 +646,6 @@ def _is_too_long(row: PromptRow, encoder: PromptEncoder, most: int) -> bool:
     if encoder.length_bound(row.prompt, row.tools) <= most:
         return False
     try:
-        return len(encoder.encode(row.prompt, row.tools)) > most
+        return encoder.num_tokens(row.prompt, row.tools) > most
     except DataError as error:
         raise BadRow(f"cannot be encoded: {error}") from error

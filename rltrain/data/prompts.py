@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rltrain.config import schema
+from rltrain.data.images import Context, ImageSource
 from rltrain.data.prompt_rows import (
     NO_LIMIT,
     DroppedRows,
@@ -27,6 +28,7 @@ from rltrain.data.row_index import Chained, IndexedRows, IndexFolder, shared_ind
 from rltrain.data.rows import rows_of, slices_of
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, prompt_text
 from rltrain.errors import DataError
+from rltrain.models.vision import PlacedImage
 
 logger = logging.getLogger(__name__)
 
@@ -92,17 +94,28 @@ class PromptDataset:
         """Returns the title of the row's source."""
         return self.sources[bisect_right(self._firsts, index) - 1].title
 
-    def prompt_tokens(self, index: int) -> tuple[int, ...]:
-        """Returns token ids of the row's prompt. Raises DataError if there are more than data.max_prompt_tokens, or
-        none."""
+    def context(self, index: int) -> Context:
+        """Returns the row's prompt as ids with its images. Raises DataError if there are more than
+        data.max_prompt_tokens, or none, or if an image cannot be used any more."""
         row = self.rows[index]
-        tokens = self.encoder.encode(row.prompt, row.tools)
-        if not 0 < len(tokens) <= self.max_prompt_tokens:
+        try:
+            context = self.encoder.encode(row.prompt, row.tools)
+        except DataError as error:
+            raise DataError(f"{row.origin}: {error}") from error
+        if not 0 < len(context.ids) <= self.max_prompt_tokens:
             raise DataError(
-                f"{row.origin}: the prompt has {len(tokens)} tokens; expected 1 to {self.max_prompt_tokens} "
+                f"{row.origin}: the prompt has {len(context.ids)} tokens; expected 1 to {self.max_prompt_tokens} "
                 "(data.max_prompt_tokens)"
             )
-        return tokens
+        return context
+
+    def prompt_tokens(self, index: int) -> tuple[int, ...]:
+        """Returns the ids of `context`."""
+        return self.context(index).ids
+
+    def image_sources(self, index: int) -> tuple[ImageSource, ...]:
+        """Returns all images of the row: those of the prompt, then those of given responses."""
+        return self.rows[index].images
 
     def samples(self, index: int) -> list[Encoded]:
         """Returns the row's sample as ids, or both samples of a pair. They are complete. `limit` has the number of
@@ -128,16 +141,16 @@ def report_dropped(config_key: str, dataset: PromptDataset) -> None:
 
 def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None:
     """Returns a warning if two different prompts of the first rows have the same tokens, else None."""
-    seen: dict[tuple[int, ...], PromptRow] = {}
+    seen: dict[tuple[tuple[int, ...], tuple[PlacedImage, ...]], PromptRow] = {}
     for index in range(min(len(rows), COMPARED_ROWS)):
         row = rows[index]
-        tokens = encoder.encode(row.prompt, row.tools)
-        other = seen.setdefault(tokens, row)
-        if (other.prompt, other.tools) != (row.prompt, row.tools):
-            text = encoder.tokenizer.decode([*tokens])[:SHOWN_CHARACTERS]
+        shown = encoder.encode(row.prompt, row.tools)
+        other = seen.setdefault((shown.ids, shown.images), row)
+        if (other.prompt, other.tools) != (row.prompt, row.tools) and not shown.images:
+            text = encoder.tokenizer.decode([*shown.ids])[:SHOWN_CHARACTERS]
             return (
                 f"the prompts of {other.origin} and {row.origin} differ, but the model is shown the same "
-                f"{len(tokens)} tokens for both: {text!r}. Expected a chat template that writes the messages "
+                f"{len(shown.ids)} tokens for both: {text!r}. Expected a chat template that writes the messages "
                 "(data.chat_template: never sends texts as they are)"
             )
     return None
@@ -145,10 +158,12 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
 
 def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
     """Returns a row's prompt as text of its tokens, for the user."""
-    tokens = encoder.encode(row.prompt, row.tools)
-    text = encoder.tokenizer.decode([*tokens])
+    shown = encoder.encode(row.prompt, row.tools)
+    merge = 1 if encoder.images is None else encoder.images.merge
+    text = encoder.tokenizer.decode(shown.shortened(merge))
     cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
-    return f"{row.origin} as the model is shown it ({len(tokens)} tokens{cut}): {text[:SHOWN_CHARACTERS]!r}"
+    images = f", {len(shown.images)} images" if shown.images else ""
+    return f"{row.origin} as the model is shown it ({len(shown.ids)} tokens{images}{cut}): {text[:SHOWN_CHARACTERS]!r}"
 
 
 def repeated_within_a_step(num_rows: int, prompts_per_step: int) -> str | None:
@@ -191,7 +206,8 @@ def load_prompts(
         rows, found = load_source(parser, data, key, first=sum(map(len, parts)), indexes=indexes)
         parts.append(rows)
         sources.append(found)
-    return PromptDataset(parts, encoder, data.max_prompt_tokens, sources, SampleLimit.of(data, model))
+    limit = SampleLimit.of(data, model, encoder.images)
+    return PromptDataset(parts, encoder, data.max_prompt_tokens, sources, limit)
 
 
 def load_sampled(

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.config import schema
 from rltrain.data.chat_format import ChatFormat
-from rltrain.data.chat_template import ends_of_turns, text_of
+from rltrain.data.chat_template import RenderError, ends_of_turns, text_of
+from rltrain.data.image_parts import images_of, with_sources, written
+from rltrain.data.images import Context, ImageRules, ImageSource
 from rltrain.data.rows import BadRow, Struct
 from rltrain.errors import CheckpointError, ConfigError, DataError
 from rltrain.runtime.json_text import parse_json, read_json
@@ -24,32 +26,44 @@ if TYPE_CHECKING:
 # Chat messages and tools in rows.
 
 Message = dict[str, Any]
-"""A chat message: "role", "content" as text, and fields of KEPT if present."""
+"""A chat message: "role", "content" and fields of KEPT if present. The content is a text. In runs that see it may be a
+list of parts of types text and image. A part of type image has an ImageSource under "image"."""
 AS_GIVEN = ("arguments", "parameters")
 """In an object under one of these keys a null is kept as a value. Nulls of a Struct are left out."""
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
-def parse_messages(value: Sequence[Any], key: str) -> list[Message]:
+def parse_messages(value: Sequence[Any], key: str, images_in: Path | None = None) -> list[Message]:
     """Returns the chat messages of a row. Raises BadRow for invalid messages, and for messages that no chat template
-    could write."""
-    return [_parse_message(message, key) for message in value]
+    could write.
+
+    Messages may have images if `images_in` is given. It is the folder of relative paths. Places for images without an
+    image have None under "image".
+    """
+    return [_parse_message(message, key, images_in) for message in value]
 
 
-def _parse_message(message: Any, key: str) -> Message:
+def _parse_message(message: Any, key: str, images_in: Path | None) -> Message:
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         kept = {name: _without_nulls(message[name]) for name in KEPT if message.get(name)}
         content, calls = message.get("content"), kept.get("tool_calls")
         is_content = isinstance(content, str | list) or (content is None and calls is not None)
         if is_content and (calls is None or _are_calls(calls)):
             try:
-                return {"role": message["role"], "content": text_of(content), **kept}
+                return {"role": message["role"], "content": _content(message["role"], content, images_in), **kept}
             except DataError as error:
                 raise BadRow(f"has {error} under {key!r}") from None
     raise BadRow(
         f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, or instead of "
         "content tool_calls, a list of {function: {name, arguments}}"
     )
+
+
+def _content(role: str, content: Any, images_in: Path | None) -> Any:
+    if images_in is None or not isinstance(content, list):
+        return text_of(content)
+    parts = with_sources({"role": role, "content": content}, images_in)["content"]
+    return text_of(parts) if role == "assistant" else parts
 
 
 def _are_calls(calls: Any) -> bool:
@@ -174,17 +188,21 @@ def end_token_ids(path: Path, config_key: str = "model.path") -> frozenset[int]:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns the prompt for reward functions: the text itself, or the messages' contents joined by blank lines."""
+    """Returns the prompt for reward functions: the text itself, or the messages' contents joined by blank lines. An
+    image is written as <image>."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(message["content"] for message in prompt if message["content"] or "tool_calls" not in message)
+    return "\n\n".join(
+        written(message["content"]) for message in prompt if message["content"] or "tool_calls" not in message
+    )
 
 
 def load_encoder(config: schema.Config) -> "PromptEncoder":
     """Returns the encoder of the model's prompts. Raises CheckpointError if the model's files cannot be read."""
     path = Path(config.model.path)
     is_scored = config.algorithm == "reward_model"  # role reward_model looks for the tokenizer's eos_token
-    return PromptEncoder(load_tokenizer(path), config.data, end_token_ids(path), ends_with_eos=is_scored)
+    ends, images = end_token_ids(path), ImageRules.of(config)
+    return PromptEncoder(load_tokenizer(path), config.data, ends, ends_with_eos=is_scored, images=images)
 
 
 class PromptEncoder:
@@ -197,13 +215,15 @@ class PromptEncoder:
         named_ends: Collection[int] = (),
         *,
         ends_with_eos: bool = False,
+        images: ImageRules | None = None,
     ) -> None:
         """`named_ends` are the end tokens named in the checkpoint's files.
 
         With `ends_with_eos` a written response ends with the tokenizer's eos_token, even if the chat template has
-        another end.
+        another end. Without `images` prompts have no images.
         """
         self.tokenizer, self.named_ends, self.ends_with_eos = tokenizer, named_ends, ends_with_eos
+        self.images = images
         self.system_prompt = data.system_prompt
         self.uses_template = data.chat_template == "auto" and tokenizer.chat_template is not None
         if self.system_prompt is not None and not self.uses_template:
@@ -212,7 +232,7 @@ class PromptEncoder:
         self.chat = self._format(()) if self.uses_template else None
         self._refuse_unknown_options()
         self._formats: dict[str, ChatFormat] = {}
-        self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else ""))
+        self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else "").ids)
 
     def _refuse_unknown_options(self) -> None:
         for name in self.template_options:
@@ -235,6 +255,11 @@ class PromptEncoder:
         """The tokenizer's largest id plus one."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
+    @cached_property
+    def placeholder(self) -> str | None:
+        """The template's text for an image, or None in runs that do not see."""
+        return None if self.images is None else str(self.tokenizer.convert_ids_to_tokens(self.images.image_token))
+
     def fingerprint(self) -> str:
         """Returns a hash of everything that determines a prompt's number of tokens."""
         tokenizer = self.tokenizer
@@ -246,19 +271,31 @@ class PromptEncoder:
             repr(sorted(tokenizer.init_kwargs.items(), key=lambda item: item[0])),
             *(self.uses_template, tokenizer.chat_template, self.system_prompt, self.template_options),
             *(sorted(self.named_ends), self.ends_with_eos),
+            *(() if self.images is None else (repr(self.images),)),
         )
         return hashlib.sha256(json.dumps(decisive, default=str).encode(errors="surrogatepass")).hexdigest()
 
-    def encode(self, prompt: Prompt, tools: str = "") -> tuple[int, ...]:
-        """Returns token ids of `prompt` up to the start of the response.
+    def encode(self, prompt: Prompt, tools: str = "") -> Context:
+        """Returns token ids of `prompt` up to the start of the response, with its images.
 
-        Message lists and `tools` need a chat template. `tools` is the JSON text of a list.
+        Message lists and `tools` need a chat template. `tools` is the JSON text of a list. Raises DataError if the
+        prompt cannot be encoded.
         """
         if not self.uses_template:
-            if not isinstance(prompt, str) or tools:
-                raise DataError(f"a prompt is a list of chat messages or has tools, but {self.without_template}")
-            return tuple(self.tokenizer(prompt)["input_ids"])
+            return Context(self._plain(prompt, tools))
         return self.format_with(tools).prompt(self.messages(prompt))
+
+    def num_tokens(self, prompt: Prompt, tools: str = "") -> int:
+        """Returns the number of ids that `encode` would return. Of images it reads headers alone."""
+        if not self.uses_template:
+            return len(self._plain(prompt, tools))
+        return self.format_with(tools).num_tokens(self.messages(prompt))
+
+    def _plain(self, prompt: Prompt, tools: str) -> tuple[int, ...]:
+        if not isinstance(prompt, str) or tools:
+            raise DataError(f"a prompt is a list of chat messages or has tools, but {self.without_template}")
+        ids = tuple(self.tokenizer(prompt)["input_ids"])
+        return ids if self.images is None else self.images.place(ids, ()).ids
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """Returns the first messages of a conversation. data.system_prompt comes first if the prompt has no system
@@ -283,7 +320,8 @@ class PromptEncoder:
 
     def _format(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
         options = self.template_options
-        return ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=self.named_ends)
+        ends, images = self.named_ends, self.images
+        return ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=ends, images=images)
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
@@ -303,13 +341,34 @@ class PromptEncoder:
     def length_bound(self, prompt: Prompt, tools: str = "") -> int:
         """Returns an upper bound on the tokens of `prompt`, without encoding it.
 
-        No tokenizer makes more tokens than UTF-8 bytes. If the template writes more than texts, the bound is
-        sys.maxsize.
+        No tokenizer makes more tokens than UTF-8 bytes. If the template writes more than texts and images, the bound
+        is sys.maxsize. Of images it reads the headers. Raises DataError if one cannot be read.
         """
-        if tools or any(len(message) > 2 for message in ([] if isinstance(prompt, str) else prompt)):
+        messages = [] if isinstance(prompt, str) else prompt
+        if tools or any(len(message) > 2 for message in messages):
             return sys.maxsize
-        num_messages = 1 if isinstance(prompt, str) else len(prompt)
-        return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens
+        num_texts = 1 if isinstance(prompt, str) else len(prompt)
+        num_texts += sum(len(message["content"]) for message in messages if isinstance(message["content"], list))
+        of_texts = len(prompt_text(prompt).encode(errors="surrogatepass")) + num_texts * self._overhead_tokens
+        return of_texts + (self._bound_of_images(images_of(messages)) if self.images else 0)
+
+    def _bound_of_images(self, images: Sequence[ImageSource]) -> int:
+        """Returns an upper bound on the tokens of images in a prompt, with the template's marks around them."""
+        if not images or self.images is None:
+            return 0
+        around = self._around_an_image
+        num_digits = len(str(len(images)))  # a template may number them
+        return sum(self.images.num_tokens(image) + around + num_digits for image in images)
+
+    @cached_property
+    def _around_an_image(self) -> int:
+        """Number of tokens of a prompt with nothing but an image, or sys.maxsize if the template refuses it."""
+        assert self.chat is not None, "only messages have images"
+        try:
+            shown: list[Message] = [{"role": "user", "content": [{"type": "image"}]}]
+            return len(self.chat.template.encode(self.chat.template.render(shown)))
+        except RenderError:
+            return sys.maxsize
 
     def response_bound(self, response: Prompt, tools: str = "") -> int:
         """Returns an upper bound on the tokens of `response` and its end, like `length_bound`."""

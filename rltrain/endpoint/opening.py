@@ -295,9 +295,9 @@ class ChatOpening(Opening):
         end, count = history.after_messages(self.keys)
         if end is not None:
             with suppress(DataError):  # the template cannot continue this turn, so start again
-                return end, self.format.continuation(end.turn_tokens, self.messages[count:])
+                return end, self.format.continuation(end.turn_tokens, self.messages[count:]).ids
         try:
-            return None, self.format.prompt(self.messages)
+            return None, self.format.prompt(self.messages).ids
         except DataError as error:
             raise invalid(str(error), "messages") from error
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from rltrain.data.experience import FIELDS, WIDE, Experience, assign_groups, join
 from rltrain.errors import ExchangeError
+from rltrain.exchange.images import asked, decode_images, encode_images, keys_of
 from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.job_store import Waiter
 
 # Routing within a replica.
@@ -186,8 +188,9 @@ def as_bytes(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT_BYTES))
 
 
-OWN, RELAYED = 0, 1
-"""Kinds of messages: from the owner itself, or relayed from owners on other nodes."""
+OWN, RELAYED, REQUEST, IMAGES = range(4)
+"""Kinds of messages: from the owner itself, or relayed from owners on other nodes. A receiver on another node requests
+the missing images of a message, and the owner sends them."""
 Leg = tuple[int, int]
 """(sending rank, OWN or RELAYED)."""
 
@@ -204,7 +207,7 @@ class Route:
     num_blocks: int = 1
 
     def tag(self, part: int) -> int:
-        return 2 * self.position + part
+        return 4 * self.position + part
 
     def replica_of(self, group_tokens: Tensor) -> Tensor:
         """Returns the destination replica of each group, shape [groups]."""
@@ -230,7 +233,7 @@ class Exchange:
     """Both ends of all transfers of this rank. Sent messages stay in an outbox until `retire`.
 
     `ranks_per_node` determines the messages between nodes. `serve` is called while this rank waits, to do work for
-    others.
+    others. `images` has the images of experience on this rank's node. `wait` adds those that it lacks.
     """
 
     def __init__(
@@ -240,7 +243,11 @@ class Exchange:
         waiter: Waiter,
         ranks_per_node: int,
         serve: Callable[[], None] | None = None,
+        images: ImageStore | None = None,
     ) -> None:
+        self.images = images
+        self.image_bytes_sent = 0
+        """Bytes of pixels sent to other nodes."""
         self.rank = rank
         self.transport = transport
         self.waiter = waiter
@@ -288,6 +295,9 @@ class Exchange:
         replica_of = route.replica_of(told.group_tokens)
         taken = self._intake_from(route, dp, senders(route, told.holders, replica_of == dp, route.teller(dp)))
         arrived |= self._receive(route, taken, already=arrived.keys())
+        for (owner, kind), shipment in sorted(arrived.items(), key=lambda one: one[0]):
+            if kind == OWN and not self._is_near(owner):
+                self._fetch_images(route, owner, keys_of(shipment.experience))
         if taken.followers:
             from_afar = together([arrived.pop((rank, OWN)) for rank in taken.from_afar])
             self._relay(route, from_afar, taken.followers)
@@ -329,7 +339,47 @@ class Exchange:
         self.finish()
         self.relayed.append(sent)
 
+    def _is_near(self, peer: int) -> bool:
+        """Returns whether a rank is on this node."""
+        return peer // self.ranks_per_node == self.rank // self.ranks_per_node
+
+    def _fetch_images(self, route: Route, owner: int, keys: Sequence[int]) -> None:
+        """Adds the images that this node lacks from the node of `owner`. Only one rank of a node does so at a time."""
+        if self.images is None or not keys:
+            return
+        store, what = self.images, f"images of {route.name}"
+        self.waiter.until(store.begin_fetch, what, self._neighbours, self.serve)
+        try:
+            request = self.transport.send(owner, route.tag(REQUEST), [torch.tensor(store.missing(keys))])
+            answer = self.transport.receive(owner, route.tag(IMAGES))
+            self._await([request, answer], what)
+            for key, pixels in decode_images(answer.message):
+                store.put(key, pixels, step=0)
+        finally:
+            store.end_fetch()
+
+    @property
+    def _neighbours(self) -> list[int]:
+        """The other ranks of this node."""
+        first = self.rank // self.ranks_per_node * self.ranks_per_node
+        return [rank for rank in range(first, first + self.ranks_per_node) if rank != self.rank]
+
+    def _offer_images(self, sent: Sent, peers: Sequence[int]) -> None:
+        """Answers the requests of ranks on other nodes for images."""
+        far = [peer for peer in peers if not self._is_near(peer)]
+        tags = sent.route.tag(REQUEST), sent.route.tag(IMAGES)
+        sent.deliveries.extend(self.transport.answer(peer, tags[0], self._images_asked, tags[1]) for peer in far)
+
+    def _images_asked(self, message: Tensor) -> list[Tensor]:
+        """Returns the answer to a request. Called by the thread of the transport."""
+        assert self.images is not None, "only experience of runs with images has keys"
+        answer = encode_images(self.images, asked(message))
+        self.image_bytes_sent += sum(part.numel() for part in answer[1:])
+        return answer
+
     def _send(self, sent: Sent, leg: int, shipment: Shipment, peers: Sequence[int]) -> None:
+        if leg == OWN and self.images is not None and keys_of(shipment.experience):
+            self._offer_images(sent, peers)
         message = encode(shipment, sent.route.fields)
         sent.deliveries.extend(self.transport.send(peer, sent.route.tag(leg), message) for peer in peers)
         sent.messages.append(message)

@@ -232,6 +232,7 @@ class Transport:
         self._unknown: dict[int, list[tuple[InTransit, Sequence[memoryview] | None]]] = {}
         """Requests waiting for the addresses of their peers."""
         self._unreceived: dict[tuple[int, int], InTransit] = {}
+        self._answers: dict[tuple[int, int], tuple[InTransit, Answer]] = {}
         self._look_up_at, self._look_up_s = 0.0, LOOK_UP_S
         self._is_closed = False
         place = json.dumps([address, self._listener.getsockname()[1], self._token])
@@ -246,8 +247,7 @@ class Transport:
         `tag` must be unique among all messages ever sent from this rank to `peer`.
         """
         delivery = InTransit(peer, tag)
-        views = [part.numpy().data.cast("B") for part in parts if part.numel()]
-        self._ask(delivery, views)
+        self._ask(delivery, _views(parts))
         return delivery
 
     def receive(self, peer: int, tag: int) -> InTransit:
@@ -259,6 +259,20 @@ class Transport:
                 return delivery
             self._expected[peer, tag] = delivery
         self._ask(delivery, None)
+        return delivery
+
+    def answer(self, peer: int, tag: int, answer: "Answer", reply_tag: int) -> InTransit:
+        """Answers the message with `tag`, without waiting. The result is done once the peer has received the answer.
+
+        The background thread calls `answer` with the message when it arrives, and sends the result with `reply_tag`.
+        """
+        delivery = InTransit(peer, reply_tag)
+        with self._changed:
+            found = self._arrived.pop((peer, tag), None)
+            if found is None:
+                self._answers[peer, tag] = delivery, answer
+        if found is not None:
+            self._ask(delivery, _views(answer(torch.from_numpy(found))))
         return delivery
 
     def wait(self, deliveries: Iterable[InTransit], seconds: float) -> bool:
@@ -352,12 +366,16 @@ class Transport:
             assert link.peer is not None, "only an identified peer can have sent messages"
             link.confirm(tag)
             with self._changed:
+                awaited = self._answers.pop((link.peer, tag), None)
                 delivery = self._expected.pop((link.peer, tag), None)
-                if delivery is None:
-                    self._arrived[link.peer, tag] = message
-                else:
+                if delivery is not None:
                     _complete(delivery, message)
                     self._changed.notify_all()
+                elif awaited is None:
+                    self._arrived[link.peer, tag] = message
+            if awaited is not None:
+                reply, answer = awaited
+                self._begin(reply, _views(answer(torch.from_numpy(message))))
 
     def _note_receipts(self, link: Caller) -> None:
         tags = link.read()
@@ -382,6 +400,14 @@ class Transport:
             if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._wakes:
                 key.fileobj.close()
         self._selector.close()
+
+
+Answer = Callable[[Tensor], Sequence[Tensor]]
+"""Returns the parts of the answer to a message [bytes] uint8."""
+
+
+def _views(parts: Sequence[Tensor]) -> list[memoryview]:
+    return [part.numpy().data.cast("B") for part in parts if part.numel()]
 
 
 def _complete(delivery: InTransit, message: Bytes) -> None:

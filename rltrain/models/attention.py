@@ -231,6 +231,20 @@ def _scaled(scaling: Scaling | None, theta: float, rotated: int) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
+def axis_of_frequency(architecture: Architecture) -> Tensor | None:
+    """Returns which of a token's positions rotates each frequency, int64 [rotated elements of a head / 2]: 0 for
+    frames, 1 for rows, 2 for columns. None: tokens have one position."""
+    mrope = architecture.mrope
+    if mrope is None:
+        return None
+    if not mrope.interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(mrope.sections))
+    axes = torch.zeros(architecture.rotated_size // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * mrope.sections[axis] : 3] = axis
+    return axes
+
+
 def halves_of_pairs(heads: Tensor, size: int | None = None) -> Tensor:
     """Reorders heads [..., head_dim] for checkpoints that rotate neighbours. Elements 0, 2, 4, ... of the first `size`
     (None: all) come first, then 1, 3, 5, ..., then the rest. Scores do not change if queries and keys are reordered

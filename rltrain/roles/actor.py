@@ -33,6 +33,7 @@ from rltrain.checkpoint.run_files import Contents, read_texts
 from rltrain.checkpoint.run_folder import name_of
 from rltrain.config.evaluation import has_reached
 from rltrain.config.schema import Checks
+from rltrain.data.demonstrations import Demonstrations, GivenTexts
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
 from rltrain.errors import ParityError
@@ -46,6 +47,7 @@ from rltrain.observability.evaluations import (
     reported,
 )
 from rltrain.reshard.layout import MADE_BYTES
+from rltrain.roles.images import sources_of
 from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid
@@ -319,9 +321,17 @@ class ActorRole(TrainedRole):
         roles for them."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
+        self.job.hold_images(experience, step, self.training_data.train)
+        self._decode_ahead(self.training_data, step + 1)
         experience = self._with_what_is_told(experience, step, chunk)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
+
+    def _decode_ahead(self, rows: GivenTexts, step: int) -> None:
+        """Starts to decode the images of this replica's rows of a later step."""
+        if self.job.decoder is not None and isinstance(rows, Demonstrations) and step < self.config.steps:
+            own = rows.rows_of(step)[self.dp :: self.grid.dp]
+            self.job.decoder.request(sources_of(rows.train, own), step)
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Computes the log-probs of the sampled tokens before the first update. Collective over: this replica."""
@@ -369,6 +379,7 @@ class ActorRole(TrainedRole):
         """Returns the loss and its metrics over the held-out rows. Collective over: the actor's ranks."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
+        self.job.hold_images(experience, step, self.training_data.datasets["data.eval"])
         if ("evaluation_logprobs", step, chunk) in self.shipments:
             said = self.shipments.pop(("evaluation_logprobs", step, chunk))
             experience = experience.with_fields_of(said.experience)

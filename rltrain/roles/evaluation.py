@@ -37,7 +37,6 @@ from rltrain.roles.rollout import DrawingRole
 from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
-from rltrain.rollout.sample import pack_groups
 from rltrain.runtime.job_store import POLL_S, poll_s
 
 # Rewards of an evaluation by prompt, collected from the ranks that scored them.
@@ -283,7 +282,7 @@ class EvaluationRole(DrawingRole):
             self.in_flight.enter_together(self.job.waiter, f"run_evaluation[{step}.{chunk}]")
         self._take_weights(step)
         finished, drawn = self.draw_set(step, chunk, self.in_flight)
-        experience = pack_groups(drawn, [group.position for group in finished])
+        experience = self.packed(finished, drawn)
         self.count_operations(experience)
         if self.scoring is None:
             return {}

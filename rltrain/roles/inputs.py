@@ -12,6 +12,7 @@ from typing import Any
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, Reward
 from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.images import ImageRules, ImageSource
 from rltrain.data.prompt_order import RowOrder, prompt_order
 from rltrain.data.prompt_rows import PromptRow
 from rltrain.data.prompts import PromptDataset, SourceRows, load_prompts, repeated_within_a_step, report_dropped
@@ -131,6 +132,11 @@ class JobRows:
         """Indexes of the rows that are not held in memory. They are in output_dir, for all nodes and for later jobs."""
         return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), self.job_store)
 
+    @cached_property
+    def images(self) -> ImageRules | None:
+        """The rules of images, or None without model.vision."""
+        return ImageRules.of(self.config)
+
     @property
     def training_rows(self) -> PromptDataset:
         """The rows of data.train."""
@@ -202,8 +208,17 @@ def digest(values: Any) -> str:
 
 def _of_source(dataset: PromptDataset, source: SourceRows) -> dict[str, Any]:
     rows = [dataset[source.first + row] for row in _sampled(source.num_rows)]
-    content = [[getattr(row, name) for name in CONTENT] for row in rows]
+    content = [[_with_digests(getattr(row, name)) for name in CONTENT] for row in rows]
     return {"num_rows": source.num_rows, "sample": digest(content)}
+
+
+def _with_digests(value: Any) -> Any:
+    """Returns a field of a row with a digest of each image's file in the place of the image."""
+    if isinstance(value, ImageSource):
+        return hashlib.sha256(value.read()).hexdigest()
+    if isinstance(value, Mapping):
+        return {name: _with_digests(part) for name, part in value.items()}
+    return [_with_digests(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _difficulties(dataset: PromptDataset) -> dict[str, str]:

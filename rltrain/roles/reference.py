@@ -249,6 +249,7 @@ class ReferenceRole(Role):
         """
         if isinstance(self.training_data, Preferences):
             pairs = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
+            self.job.hold_images(pairs, step, self.training_data.train)
             sizes = self.training_data.group_sizes(step)
             samples = Shipment(pairs, sizes, self.training_data.holders(sizes, self.grid.dp))
         else:
@@ -259,6 +260,7 @@ class ReferenceRole(Role):
         """Computes the log-probs of the held-out pairs under the reference. Collective over: this replica."""
         assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
         pairs = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
+        self.job.hold_images(pairs, step, self.training_data.datasets["data.eval"])
         sizes = self.training_data.held_out_sizes()
         held_out = Shipment(pairs, sizes, self.training_data.holders(sizes, self.grid.dp))
         self.shipments["evaluation_logprobs", step, chunk] = self._with_logprobs(held_out)

@@ -10,12 +10,16 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
+from rltrain.data.experience import Experience
+from rltrain.data.images import ImageRules
+from rltrain.data.prompts import PromptDataset
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.flops import forward_flops
 from rltrain.observability.run_logs import append_to
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
+from rltrain.roles.images import ImageDecoder, hold_images
 from rltrain.roles.inputs import JobRows
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
@@ -177,6 +181,22 @@ class Job:
     @cached_property
     def shape(self) -> RunShape:
         return RunShape.of(self.config)
+
+    @cached_property
+    def decoder(self) -> ImageDecoder | None:
+        """Decodes images of rows, with model.vision."""
+        if self.images is None:
+            return None
+        rules = ImageRules.read(Path(self.config.model.path), self.config.data.images)
+        return ImageDecoder(self.images, rules, self.heartbeat.advance)
+
+    def hold_images(self, experience: Experience, step: int, rows: PromptDataset | None = None) -> None:
+        """Holds the images of samples for this rank until the end of `step`. Decodes those that the node lacks.
+
+        The samples are from `rows`, by default the prompts of training. Has no effect without model.vision.
+        """
+        if self.decoder is not None and experience.has("image_keys"):
+            hold_images(self.decoder, rows or self.rows.prompts.train, experience, step)
 
 
 class Role:

@@ -19,7 +19,8 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
+from rltrain.roles.env import Conversations, EpisodeSessions
+from rltrain.roles.images import PromptImages
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint
@@ -36,7 +37,7 @@ from rltrain.rollout.generation_loop import (
 )
 from rltrain.rollout.groups import DropCount, PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
-from rltrain.rollout.rollout_state import Consumed, EngineStart, RolloutState, RowStream, share_out
+from rltrain.rollout.rollout_state import Consumed, EngineStart, FixedRows, RolloutState, RowStream, share_out
 from rltrain.rollout.sample import Sample, SampleGroup, pack_groups, request_seed
 from rltrain.schedule.memory_plan import leaving_roles
 
@@ -137,14 +138,18 @@ class DrawingRole(Role):
         num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
         conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
         draw = crc32(plan.name.encode())
+        images = self.prompt_images(dataset, lambda position: position)
+        if images is not None:
+            images.begin(step, ())
         loop = self.generation_loop(
             sampling,
             num_samples,
-            lambda position: self.group(dataset, num_samples, draw, position, position),
+            lambda position: self.group(dataset, num_samples, draw, position, position, images),
             conversations,
             StaticAssignment(self.dp, self.grid.dp),
             StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
             in_flight,
+            images=images,
         )
         finished, drawn = loop.run(0, 0)
         self.sessions.ended()
@@ -160,6 +165,7 @@ class DrawingRole(Role):
         rules: StreamRules,
         in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
         selection: Selection | None = None,
+        images: PromptImages | None = None,
     ) -> GenerationLoop:
         groups = PromptGroups(
             self.engine,
@@ -182,19 +188,52 @@ class DrawingRole(Role):
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
             in_flight=in_flight,
             selection=selection,
+            prepare=None if images is None else images.prepare,
         )
 
-    def group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
+    def prompt_images(
+        self,
+        dataset: PromptDataset,
+        row_at: Callable[[int], int],
+        following: Callable[[Sequence[int]], Sequence[int]] = lambda positions: (),
+    ) -> PromptImages | None:
+        """Returns the images of an engine's prompts on its first rank, with model.vision."""
+        if self.job.decoder is None or not self.decisions.is_leader:
+            return None
+        return PromptImages(self.job.decoder, dataset, row_at, following)
+
+    def group(
+        self,
+        dataset: PromptDataset,
+        num_samples: int,
+        draw: int,
+        row: int,
+        position: int,
+        images: PromptImages | None = None,
+    ) -> SampleGroup:
         """Returns a prompt group of the row without any generated tokens.
 
         `draw` is part of the random seed: another value gives other samples of the same prompt.
         """
-        prompt = dataset.prompt_tokens(row)
+        prompt = dataset.context(row) if images is None else images.context(row)
         samples = tuple(
-            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, draw, row, number))
+            Sample(
+                position * num_samples + number,
+                prompt.ids,
+                request_seed(self.config.seed, draw, row, number),
+                images=prompt.images,
+            )
             for number in range(num_samples)
         )
         return SampleGroup(position, row, samples)
+
+    def packed(
+        self, finished: Sequence[Finished], drawn: Sequence[SampleGroup], routing: RoutingShape | None = None
+    ) -> Experience:
+        """Returns the groups `drawn` of a chunk, the one of the groups `finished`, as an Experience."""
+        vision = self.job.architecture.vision
+        merge = None if vision is None else vision.merge
+        return pack_groups(drawn, [group.position for group in finished], routing, merge)
 
     def sampling_params(self, sampling: Sampling) -> SamplingParams:
         eos = self.job.architecture.eos_token_ids
@@ -228,6 +267,8 @@ class RolloutRole(DrawingRole):
         start = self._start()
         self.rows = training_rows(job) if algorithm_of(self.config).generates else None
         """The stream of training prompts, or None if the algorithm does not generate."""
+        self.images: PromptImages | None = None
+        """Images of the training prompts, on the engine's first rank only."""
         self.scoring: GroupScoring | None = None
         """Scores groups for dynamic sampling. Set on the engine's first rank only."""
         self.training = self._training(start)
@@ -254,7 +295,7 @@ class RolloutRole(DrawingRole):
         """Sets the scoring that selects groups and gives them rewards. Called before the first task, on the engine's
         first rank."""
         assert self.training.selection is not None, "batch.dynamic_sampling is set"
-        self.scoring = self.training.selection.filter = scoring
+        self.scoring, self.training.selection.filter = scoring, scoring.verdicts
 
     def leave(self) -> None:
         """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back
@@ -280,6 +321,8 @@ class RolloutRole(DrawingRole):
     def generate(self, step: int, chunk: int) -> Metrics:
         """Generates the responses of one chunk of the step's training prompts. Collective over: this engine's ranks."""
         if chunk == 0:
+            if self.images is not None:
+                self.images.begin(step, self.training.unshipped)
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
             self._training_rows.begin(step, self.training.consumed, self.training.done, self.serve)
@@ -343,6 +386,7 @@ class RolloutRole(DrawingRole):
         conversations = Conversations()
         if prompts.training is not None:
             conversations = self.sessions.conversations(prompts.train, self.engine, sampling)
+            self.images = self.prompt_images(prompts.train, self._row_at, self._following)
         loop = self.generation_loop(
             sampling,
             self.num_samples,
@@ -351,6 +395,7 @@ class RolloutRole(DrawingRole):
             assignment,
             self._rules(start.state.consumed),
             selection=self._selection(),
+            images=self.images,
         )
         loop.resume(start.state)
         return loop
@@ -409,10 +454,24 @@ class RolloutRole(DrawingRole):
         assert self.rows is not None, "only an algorithm that generates has training prompts"
         return self.rows
 
+    def _row_at(self, position: int) -> int:
+        return self._training_rows.row(position)
+
+    def _following(self, positions: Sequence[int]) -> Sequence[int]:
+        """Returns positions that this engine will probably start after `positions`. There are none if their rows are
+        unknown yet."""
+        if not isinstance(self.rows, FixedRows):
+            return ()
+        per_step, last = self.config.batch.prompts_per_step, max(positions)
+        end = self.config.steps * per_step
+        if self.job.shape.shares_prompts:
+            return range(last + 1, min(last + 1 + 2 * len(positions), end))
+        return range(last + self.grid.dp, min(last + 1 + per_step, end), self.grid.dp)
+
     def _training_group(self, position: int) -> SampleGroup:
         """Returns the group at a position of the stream of training prompts."""
-        step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
-        return self.group(self.job.rows.prompts.train, self.num_samples, step, row, position)
+        step, row = position // self.config.batch.prompts_per_step, self._row_at(position)
+        return self.group(self.job.rows.prompts.train, self.num_samples, step, row, position, self.images)
 
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
@@ -420,7 +479,7 @@ class RolloutRole(DrawingRole):
         """Puts this engine's samples of a chunk into `shipments`, to be sent."""
         replayed = transfer == "samples" and self.job.shape.replays_rollout
         shape = RoutingShape.of(self.job.architecture) if replayed else None
-        experience = pack_groups(drawn, [group.position for group in finished], shape)
+        experience = self.packed(finished, drawn, shape)
         selection = self.training.selection
         if transfer == "samples" and self.scoring is not None and selection is not None:
             records = [(group, selection.records.pop(group.position)) for group in drawn]

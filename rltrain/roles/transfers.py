@@ -1,10 +1,11 @@
 """Posts and waits of the order: the fields of each transfer, its route, and when its post can be freed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from torch import Tensor
 
+from rltrain.data.experience import Experience
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
 from rltrain.observability.trace import Trace
@@ -19,6 +20,12 @@ REPLAYED, REPLAYING = ("samples", "scored"), ("reward", "actor", "inference")
 
 The roles compute the actor's log-probs, or pass the choices on to such a role.
 """
+SEEING = ("reward", "actor", "critic", "reference", "inference")
+"""Roles that get the images of the same transfers. Their models see, or they pass the images on."""
+IMAGE_FIELDS = ("image_keys", "rope_positions")
+
+HoldImages = Callable[[Experience, int], None]
+"""Holds the images of an experience for this rank until the end of a step."""
 
 
 def key_of(post: Entry) -> Key:
@@ -37,7 +44,10 @@ class Transfers:
         exchange: Exchange,
         roles: Mapping[str, Role],
         trace: Trace,
+        hold_images: HoldImages = lambda experience, step: None,
     ) -> None:
+        """`hold_images` is called for all experience that this rank receives or restores."""
+        self.hold_images = hold_images
         self.shape, self.grids, self.order = shape, grids, order
         self.exchange, self.roles, self.trace = exchange, roles, trace
         self.awaited: dict[int, int] = {}
@@ -60,6 +70,7 @@ class Transfers:
         """Receives a shipment for the destination role."""
         entry = self.order[position]
         shipment = self.exchange.wait(self._route(self.order.post_of(position)))
+        self.hold_images(shipment.experience, entry.step)
         self.roles[entry.roles[1]].shipments[entry.name, entry.step, entry.chunk] = shipment
 
     def finish(self, end: int) -> None:
@@ -98,7 +109,8 @@ class Transfers:
         for (source, name, step, chunk), of_all in parts.items():
             if source in self.roles:
                 role = self.roles[source]
-                role.shipments[name, step, chunk] = share(of_all, role.dp, role.grid.dp)
+                shipment = role.shipments[name, step, chunk] = share(of_all, role.dp, role.grid.dp)
+                self.hold_images(shipment.experience, step)
 
     def _expect_crossing(self, found: Mapping[Key, Sequence[Shipment]]) -> None:
         posts = [*takewhile(lambda entry: entry.kind == "post", self.order)]
@@ -109,11 +121,18 @@ class Transfers:
                 f"expected {sorted(expected)}. Resume with the schedule of the saved run, and keep the reward on "
                 "training ranks if it was there."
             )
-        for key in (key for key, (first, *_) in found.items() if not first.experience.has("routed_experts")):
-            if any("routed_experts" in self._fields(post.name, post.roles[1]) for post in posts if key_of(post) == key):
+        for key, (first, *_) in found.items():
+            fields = {name for post in posts if key_of(post) == key for name in self._fields(post.name, post.roles[1])}
+            if "routed_experts" in fields and not first.experience.has("routed_experts"):
                 raise CheckpointError(
                     f"The checkpoint's unreceived experience {key} (role, transfer, step, chunk) lacks the experts "
                     "chosen by engines. Resume with model.router_replay of the saved run."
+                )
+            if ("image_keys" in fields) != first.experience.has("image_keys"):
+                found_images = "has images" if first.experience.has("image_keys") else "lacks images"
+                raise CheckpointError(
+                    f"The checkpoint's unreceived experience {key} (role, transfer, step, chunk) {found_images}. "
+                    "Resume with model.vision of the saved run."
                 )
 
     def _retire_before(self, position: int) -> None:
@@ -137,7 +156,10 @@ class Transfers:
         is_scored = transfer == "samples" and self.shape.selects_groups
         fields = TRANSFERS["scored" if is_scored else transfer]
         replayed = self.shape.replays_rollout and transfer in REPLAYED
-        return (*fields, "routed_experts") if replayed and destination in REPLAYING else fields
+        if replayed and destination in REPLAYING:
+            fields = (*fields, "routed_experts")
+        seen = self.shape.sees and transfer in REPLAYED and destination in SEEING
+        return (*fields, *IMAGE_FIELDS) if seen else fields
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]

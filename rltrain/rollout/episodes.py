@@ -14,6 +14,7 @@ from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.environments.interface import Action, Message, Row, TokenIds, Trajectory
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
+from rltrain.models.vision import PlacedImage
 from rltrain.rollout.sample import Sample, SampleGroup, Status, mix64
 
 # Answers to waiting samples, as known to all ranks of an engine.
@@ -36,6 +37,8 @@ class Observed:
     tokens: tuple[int, ...] = ()
     """Tokens to append before the next turn. At the beginning this is the prompt; if empty, the sample keeps its
     prompt."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of `tokens`. Their places are relative to the first of them."""
     reward: float = 0.0
     """Reward of the finished turn."""
     branches: bool = False
@@ -55,13 +58,14 @@ class Observed:
             return self._branched(sample, most)
         if not sample.turns:
             goes_on = self.status == Status.PENDING
-            prompt = self.tokens or sample.prompt
-            return (replace(sample, status=self.status, prompt=prompt, turn_limit=most, goes_on=goes_on),)
+            if self.tokens:
+                sample = replace(sample, prompt=self.tokens, images=self.images)
+            return (replace(sample, status=self.status, turn_limit=most, goes_on=goes_on),)
         rewards = (*sample.turn_rewards, self.reward)
         if self.status != Status.PENDING:
             return (replace(sample, status=self.status, turn_rewards=rewards, turn_limit=None, goes_on=False),)
         limit = None if most is None else len(sample.tokens) + len(self.tokens) + most
-        return (replace(sample.observed(self.tokens, turn_limit=limit), turn_rewards=rewards),)
+        return (replace(sample.observed(self.tokens, self.images, turn_limit=limit), turn_rewards=rewards),)
 
     def _branched(self, sample: Sample, max_turn_tokens: int | None) -> tuple[Sample, ...]:
         """Returns the episode's new trajectory and the closed one.
@@ -79,7 +83,15 @@ class Observed:
             goes_on=False,
         )
         seed = mix64(sample.seed + closed.id) >> 1
-        new = Sample(sample.id, self.tokens, seed, turn_limit=max_turn_tokens, goes_on=True, parent=closed.id)
+        new = Sample(
+            sample.id,
+            self.tokens,
+            seed,
+            turn_limit=max_turn_tokens,
+            goes_on=True,
+            parent=closed.id,
+            images=self.images,
+        )
         return new, closed
 
 
@@ -259,10 +271,10 @@ class ChatTurns:
         messages = _messages_of(observation)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return self.chat_format.prompt(messages)
+        return self.chat_format.prompt(messages).ids
 
     def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        return self.chat_format.continuation(turn, _messages_of(observation))
+        return self.chat_format.continuation(turn, _messages_of(observation)).ids
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
         said = self.chat_format.message_of(turn, mark=position)

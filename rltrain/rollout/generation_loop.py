@@ -1,14 +1,15 @@
 """The loop of a generate task. Engines share prompts and agree on the finished groups."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from rltrain.rollout.engine_feed import Mail
 from rltrain.rollout.episodes import Observed
-from rltrain.rollout.groups import Mail, PromptGroups, Selection
+from rltrain.rollout.groups import PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.rollout.sample import SampleGroup
@@ -302,6 +303,8 @@ class GenerationLoop:
     """Weight syncs between decode steps."""
     selection: Selection | None = None
     """Selects the finished groups that count. None if all count."""
+    prepare: Callable[[Sequence[int]], None] | None = None
+    """Called on the engine's first rank with the positions of groups before they start."""
     drawn: dict[int, SampleGroup] = field(default_factory=dict)
     """Finished groups that count and have not been handed over, by position."""
     consumed: Consumed = Consumed()
@@ -352,6 +355,12 @@ class GenerationLoop:
         drawn += tuple(self.selection.undecided.values())
         records, unseen = dict(self.selection.records), self.selection.unseen
         return RolloutState(self.consumed, dict(self.ahead), begun, drawn, records, unseen)
+
+    @property
+    def unshipped(self) -> list[SampleGroup]:
+        """Groups of this engine that are started and not handed over."""
+        undecided = () if self.selection is None else self.selection.undecided.values()
+        return [*self.groups.begun.values(), *self.drawn.values(), *undecided]
 
     @property
     def done(self) -> Consumed:
@@ -418,8 +427,11 @@ class GenerationLoop:
                 return LeaderDecision(kept=kept, dropped=dropped)
             num_dropped = self.selection.drops.total
         max_position = self.rules.max_position(step, self.groups.engine.policy_version, num_dropped)
+        claims = tuple(self.assignment.claim(self.groups.num_wanted, max_position))
+        if claims and self.prepare is not None:
+            self.prepare(claims)
         return LeaderDecision(
-            claims=tuple(self.assignment.claim(self.groups.num_wanted, max_position)),
+            claims=claims,
             answers=self.groups.answers(),
             mail=self.groups.mail(),
         )

@@ -17,12 +17,13 @@ from torch import Tensor
 from rltrain.checkpoint.run_files import Contents
 from rltrain.data.prompt_order import Outcomes, RowOrder, SolvedRateOrder
 from rltrain.errors import CheckpointError
+from rltrain.models.vision import PlacedImage
 from rltrain.rollout.sample import RecordedRouting, Sample, SampleGroup, Status
 from rltrain.runtime.job_store import Waiter, poll, poll_s
 
 # State of the stream of prompt groups in a checkpoint, and its distribution to any number of engines.
 
-FORMAT = "rollout 6"
+FORMAT = "rollout 7"
 TOKEN_FIELDS = {
     "tokens": torch.int64,
     "logprobs": torch.float64,
@@ -34,10 +35,12 @@ PROMPT_FIELDS = {"prompt": torch.int64}
 """The prompt of a sample. Samples of one row can have different prompts if environments make them."""
 TURN_FIELDS = {"turns": torch.int64, "turn_rewards": torch.float64}
 """Fields of a sample with one entry per turn."""
-NUM_NUMBERS = 11
+NUM_NUMBERS = 12
 """Numbers per sample, stored as one row."""
 NO_LIMIT = NO_PARENT = -1
-ROUTING = "routed_experts"
+ROUTING, IMAGES = "routed_experts", "images"
+NUM_IMAGE_NUMBERS = 5
+"""Numbers per image of a sample: place, key and grid. Pixels are not saved."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class RolloutState:
         for name, dtype in (PROMPT_FIELDS | TOKEN_FIELDS | TURN_FIELDS).items():
             tensors[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
         tensors |= _routing_tensors(samples)
+        tensors[IMAGES] = _integers([n for s in samples for i in s.images for n in (i.begin, i.key, *i.grid)])
         return Contents(tensors, {"format": FORMAT})
 
     @classmethod
@@ -223,12 +227,13 @@ def _numbers(sample: Sample) -> tuple[int, ...]:
     lengths = (len(sample.prompt), len(sample.tokens), len(sample.turns), len(sample.turn_rewards))
     parent = NO_PARENT if sample.parent is None else sample.parent
     routed = len(sample.routing) if sample.routing else 0
-    return sample.id, sample.seed, sample.status, limit, sample.goes_on, parent, routed, *lengths
+    num_images = len(sample.images)
+    return sample.id, sample.seed, sample.status, limit, sample.goes_on, parent, routed, num_images, *lengths
 
 
 def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sample:
     """Reads one sample. `values` are iterators over each field, positioned at this sample."""
-    number, seed, status, limit, goes_on, parent, routed, num_prompt, num_tokens, *num_turns = row
+    number, seed, status, limit, goes_on, parent, routed, num_images, num_prompt, num_tokens, *num_turns = row
     lengths = {"prompt": num_prompt} | dict.fromkeys(TOKEN_FIELDS, num_tokens)
     lengths |= dict(zip(TURN_FIELDS, num_turns, strict=True))
     fields: dict[str, Any] = {name: tuple(islice(values[name], length)) for name, length in lengths.items()}
@@ -240,6 +245,7 @@ def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sam
         goes_on=bool(goes_on),
         parent=None if parent == NO_PARENT else parent,
         routing=RecordedRouting(np.stack([*islice(values[ROUTING], routed)])) if routed else None,
+        images=tuple(PlacedImage(begin, key, (t, h, w)) for begin, key, t, h, w in islice(values[IMAGES], num_images)),
         **fields,
     )
 
@@ -247,6 +253,7 @@ def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sam
 def _read_groups(tensors: Mapping[str, Tensor]) -> Iterator[SampleGroup]:
     values = {name: iter(tensors[name].tolist()) for name in (*PROMPT_FIELDS, *TOKEN_FIELDS, *TURN_FIELDS)}
     values[ROUTING] = iter(tensors[ROUTING].numpy())
+    values[IMAGES] = iter(tensors[IMAGES].view(-1, NUM_IMAGE_NUMBERS).tolist())
     rows = iter(tensors["samples"].view(-1, NUM_NUMBERS).tolist())
     for position, row, num_samples in tensors["groups"].view(-1, 3).tolist():
         samples = tuple(_read_sample(numbers, values) for numbers in islice(rows, num_samples))

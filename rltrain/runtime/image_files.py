@@ -12,6 +12,7 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 Pixels = NDArray[np.uint8]
 """An image in RGB, shape [frames, height, width, 3]."""
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow's names of the accepted formats of encoded images. It has others, some of which start programs."""
+
 HEADER = struct.Struct("<8sqiii4x")
 """The first bytes of a file: MAGIC, the last step of use, frames, height, width. Pixels follow."""
 MAGIC = b"rltimage"
@@ -33,10 +37,13 @@ STEP = struct.Struct("<q")
 STEP_AT = len(MAGIC)
 
 KEY, FOLDER_KEY = "data.images", "data.images.folder"
+LOOK_S = 0.002
+"""Seconds between two looks at a lock."""
 ROOM = 4e9
 """Free bytes of shared memory for a store there by default."""
-IN_USE, CHANGES = "in_use", "changes"
-"""Files for locks. A process has the first locked as long as it uses the folder, and the second while it changes it."""
+IN_USE, CHANGES, FETCHES = "in_use", "changes", "fetches"
+"""Files for locks. A process has the first locked as long as it uses the folder, the second while it changes it, and
+the third while it fetches images from another node."""
 
 
 class ImageMissing(LookupError):  # noqa: N818 - names what happened; never shown to users
@@ -72,6 +79,7 @@ class ImageStore:
             shutil.rmtree(self.own, ignore_errors=True)
             self.own.mkdir()
             self._in_use: int | None = _locked_file(folder / IN_USE, fcntl.LOCK_SH)
+        self._fetches: int | None = None
 
     @classmethod
     def open(cls, name: str, rank: int, *, folder: str | None, keep_steps: int, cache_bytes: float) -> Self:
@@ -179,6 +187,24 @@ class ImageStore:
         """Returns the keys of images without a file, each once. Others may be removed at any time until they are
         held."""
         return [key for key in dict.fromkeys(keys) if key not in self._held and not self._path(key).exists()]
+
+    def begin_fetch(self, seconds: float) -> bool:
+        """Waits up to `seconds` until no other rank of the node fetches images. Returns whether this rank may now do
+        so, until `end_fetch`."""
+        end = time.monotonic() + seconds
+        while self._fetches is None:
+            try:
+                self._fetches = _locked_file(self.folder / FETCHES, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(min(seconds, LOOK_S))
+        return True
+
+    def end_fetch(self) -> None:
+        if self._fetches is not None:
+            os.close(self._fetches)
+            self._fetches = None
 
     def release_before(self, step: int) -> None:
         """Ends the holding of images for steps before `step`, and removes unused files beyond the cache."""
@@ -307,9 +333,16 @@ def _is_used(folder: Path) -> bool:
 
 
 def _locked_file(path: Path, kind: int) -> int:
-    """Opens a file and waits for its lock. Returns the descriptor. Closing it ends the lock."""
+    """Opens a file and waits for its lock. Returns the descriptor. Closing it ends the lock.
+
+    With LOCK_NB in `kind` it raises BlockingIOError instead of waiting.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, kind)
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

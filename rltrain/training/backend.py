@@ -11,6 +11,7 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.checkpoint.run_files import AnyFile
 from rltrain.config.models import Lora
 from rltrain.config.schema import Config, Trained
+from rltrain.data.images import ImageRules
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
@@ -20,6 +21,7 @@ from rltrain.runtime.world import World
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.logprobs import PackedModel
 from rltrain.training.trainable import RoleModel, TrainedModel
+from rltrain.training.vision import Sight
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,17 @@ class ModelSite:
         path, key = self.config.checkpoint_of(self.role)
         path = self.checkpoint or path
         load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
+
+    def sight(self) -> Sight | None:
+        """Returns the inputs of the model's vision tower, if it has one. Raises CheckpointError without usable settings
+        of images."""
+        settings = self.config.model.vision
+        if self.architecture.vision is None or settings is None:
+            return None
+        path, key = self.config.checkpoint_of(self.role)
+        folder = Path(self.checkpoint or path)
+        rules = ImageRules.read(folder, self.config.data.images, key)
+        return Sight(folder, rules.mean, rules.std, settings, self.images)
 
 
 class TrainingBackend(ABC):
@@ -102,7 +115,7 @@ class TrainingBackend(ABC):
         lora, rank = site.config.lora_of(site.role), site.world.rank
         model = self.build(site, lora, trains=True)
         model.on_micro_batch = site.on_micro_batch
-        if state is None or lora:
+        if state is None or model.learned_layout is not model.layout:
             site.load_weights(model.layout, model.weights)
         if state is None and lora:
             begin_adapters(model.learned_layout, rank, model.learned, lora, site.config.seed)

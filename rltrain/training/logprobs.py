@@ -276,6 +276,8 @@ class PackedModel(ABC):
         self.architecture, self.grid, self.pg_collection = architecture, grid, groups
         self.share = ContextShare(groups.cp.rank(), groups.cp.size())
         self.layout, self.device = layout, device
+        self.trained_layout = layout
+        """The layout of the weights without those of a frozen vision tower."""
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         """The dtype of the computation."""
         self.fake_quantization = settings.fake_quantization
@@ -313,12 +315,17 @@ class PackedModel(ABC):
     @property
     def learned_layout(self) -> Layout:
         """The layout of the trained parameters: the adapters if there are any, else the weights."""
-        return self.adapters.layout if self.adapters else self.layout
+        return self.adapters.layout if self.adapters else self.trained_layout
 
     @property
     def learned(self) -> Mapping[str, Tensor]:
         """This rank's trained parameters, as in learned_layout.on(rank)."""
-        return self.adapters.parameters if self.adapters else self.weights
+        if self.adapters:
+            return self.adapters.parameters
+        weights = self.weights
+        if self.trained_layout is self.layout:
+            return weights
+        return {name: weights[name] for name, _ in self.trained_layout.on(dist.get_rank()).parameters}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.trainable import TrainedModel
+from rltrain.training.vision import Sight
 from tests.support.tolerances import ADAM_EPS
 
 CPU = torch.device("cpu")
@@ -43,6 +44,7 @@ def blank_model(
     architecture: Architecture | None = None,
     sequence_parallel: bool = False,
     device: torch.device = CPU,
+    sight: Sight | None = None,
     **settings: Any,
 ) -> LanguageModel:
     """Returns Megatron's model of a checkpoint without its weights. `settings` are keys of the section model."""
@@ -53,6 +55,7 @@ def blank_model(
         model=schema.Model(**{"path": str(path), "dtype": "float32"} | settings),
         parallel=schema.Parallel(sequence_parallel=sequence_parallel),
         device=device,
+        sight=sight,
     )
 
 
@@ -82,7 +85,7 @@ def summed_gradients(model: TrainableModel, samples: Experience, loss: LossFunct
     """Returns the gradients of this rank's trained parameters, by name, summed over all tokens of all replicas."""
     model.accumulate(samples, loss)
     model.reduction.begin_rest()
-    finalize_model_grads(model.chunks, None, pg_collection=model.groups)
+    finalize_model_grads(model.wrapped, None, pg_collection=model.groups)
     model.model.sum_gradients_of_copies()
     if model.model.adapters:
         model.model.adapters.sum_gradients_of_experts()

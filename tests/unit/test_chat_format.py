@@ -30,7 +30,7 @@ def ids(chat: ChatFormat, text: str) -> tuple[int, ...]:
 
 
 def continued(chat: ChatFormat, turn: str, *messages: Any) -> str:
-    return str(chat.tokenizer.decode(chat.continuation(ids(chat, turn), messages)))
+    return str(chat.tokenizer.decode(chat.continuation(ids(chat, turn), messages).ids))
 
 
 CLOSING_AND_USER = {
@@ -101,7 +101,7 @@ def test_what_follows_is_encoded_by_itself() -> None:
     chat = ChatFormat(tokenizer_with("{% for m in messages %}{{ m.content }}\n\n{% endfor %}"))
     newline, both = ids(chat, "\n"), ids(chat, "\n\n")
     assert len(newline) == len(both) == 1 and newline != both
-    following = chat.continuation(newline, USER)
+    following = chat.continuation(newline, USER).ids
     assert following == ids(chat, "\n\nAnd now?\n\n"), "no part of the turn was decoded"
 
 

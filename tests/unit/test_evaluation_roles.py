@@ -18,6 +18,7 @@ from rltrain.checkpoint.run_files import write_files
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.data.images import Context
 from rltrain.errors import ConfigError
 from rltrain.exchange.exchange import Shipment
 from rltrain.observability.evaluations import (
@@ -35,9 +36,8 @@ from rltrain.planning.description import describe_evaluation, estimator_of_sets
 from rltrain.planning.doubts import obstacle_to_repeating
 from rltrain.planning.hardware import GPUS
 from rltrain.planning.memory import rank_memories
-from rltrain.planning.options import DryRunOptions
+from rltrain.planning.options import DryRunOptions, best_changes
 from rltrain.planning.planned import Workload
-from rltrain.planning.search import best_changes
 from rltrain.planning.step_time import Clock
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import check_schedule
@@ -79,8 +79,8 @@ class Rows:
     def __getitem__(self, row: int) -> SimpleNamespace:
         return SimpleNamespace(label=str(row), prompt=f"{row}?")
 
-    def prompt_tokens(self, row: int) -> tuple[int, ...]:
-        return (row, row + 1)
+    def context(self, row: int) -> Context:
+        return Context((row, row + 1))
 
     def prompt_text(self, row: int) -> str:
         return f"{row}?"
@@ -115,7 +115,9 @@ def evaluating_job(config: Config, rank: int, shared: dict[str, str], **more: An
         job_store=FakeBulletin(shared, rank),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
-        architecture=SimpleNamespace(eos_token_ids=(1,)),
+        architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
+        decoder=None,
+        hold_images=lambda experience, step, rows: None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,
         first_step=0,
@@ -282,7 +284,9 @@ def test_a_held_out_loss_ends_training_and_keeps_the_best(tmp_path: Path):
     config = make_config(algorithm="sft", placement={"actor": 0}, output_dir=str(tmp_path), evaluation=evaluation)
     actor = actor_of(config, 0, shared, saved)
     rows = packed_experience([(1, 1), (1, 2)])
-    actor.training_data = SimpleNamespace(held_out=lambda part, num_parts: rows)  # type: ignore[assignment]
+    actor.training_data = SimpleNamespace(  # type: ignore[assignment]
+        held_out=lambda part, num_parts: rows, datasets={"data.eval": None}
+    )
     actor.algorithm = algorithm_of(config)
     actor.loss_function, actor.grid, actor.shipments = actor.algorithm.loss_function(), Grid((0,)), {}
     actor.held_out_best, actor._total = BestSoFar(config.evaluation.keep_best), torch.Tensor.double  # type: ignore

@@ -215,7 +215,7 @@ def test_a_file_holds_a_shipment_without_samples(tmp_path: Path):
 def transfers_of(order: Order, *roles: str) -> Transfers:
     """Returns the transfers of a rank with `roles` of one replica each."""
     hosted = {name: SimpleNamespace(shipments={}, dp=0, grid=SimpleNamespace(dp=1)) for name in roles}
-    shape = SimpleNamespace(selects_groups=False, replays_rollout=False)
+    shape = SimpleNamespace(selects_groups=False, replays_rollout=False, sees=False)
     return Transfers(shape=shape, grids={}, order=order, exchange=None, roles=hosted, trace=None)
 
 

@@ -158,7 +158,7 @@ def test_a_gray_array_is_an_image(rules: ImageRules) -> None:
         ("data:image/png;base64,?", "expected data:image"),
         ("data:image/png,abc", "expected data:image"),
         (None, "is of type NoneType"),
-        ({"bytes": None, "path": None}, "is of type dict"),
+        ({"bytes": None, "path": None}, "an object with the keys .bytes., .path."),
         (7, "is of type int"),
         (np.zeros((2, 2, 4), np.uint8), "expected uint8 of"),
         (np.zeros((2, 2, 3), np.float32), "an array of float32"),

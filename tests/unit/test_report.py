@@ -1,5 +1,6 @@
 """The page of a run."""
 
+import base64
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from rich.console import Console
 
 from rltrain.cli import report_run
@@ -40,6 +42,7 @@ from rltrain.cli.report_run import (
     sections,
     thinned,
 )
+from rltrain.data.images import source_of, thumbnail
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
 from rltrain.observability.trace import TraceFile
@@ -459,6 +462,12 @@ class TestPage:
         rendered = shortened({"prompt": "a", "rendered_prompt": "<user>" + "a" * 9000})["rendered_prompt"]
         assert rendered.startswith("<user>aa") and len(rendered) < 9000
         assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
+
+    def test_small_copies_of_images_are_shown_and_no_other_address(self) -> None:
+        small = thumbnail(source_of(Image.new("RGB", (400, 200), "red")))
+        with Image.open(io.BytesIO(base64.b64decode(small.partition(",")[2]))) as image:
+            assert image.format == "JPEG" and image.size == (96, 48)
+        assert shortened({"images": [small, "https://example.org/a.png"]})["images"] == [small]
 
     def test_a_conversation_is_shown_turn_by_turn(self) -> None:
         said = {"message": {"role": "assistant", "content": "5"}, "reward": 0.5}

@@ -21,6 +21,7 @@ from rltrain.checkpoint.run_files import RUN_FILE, Contents, read_contents, writ
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
+from rltrain.data.images import Context
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import rollout as rollout_module
@@ -224,7 +225,7 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 6'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 7'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))
 
 
@@ -401,7 +402,8 @@ def config_of(**sections: Any) -> Config:
 
 def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, resumed: Resumed | None) -> RolloutRole:
     """Returns one of `num_engines` engines of one rank each."""
-    rows, order = SimpleNamespace(prompt_tokens=lambda row: (row, row + 1)), PromptOrder(100, seed=0, shuffle=True)
+    rows = SimpleNamespace(context=lambda row: Context((row, row + 1)))
+    order = PromptOrder(100, seed=0, shuffle=True)
     prompts = SimpleNamespace(
         train=rows,
         order=order,
@@ -419,7 +421,8 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         rows=SimpleNamespace(prompts=prompts, first_step=resumed.data_from if resumed else 0),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
-        architecture=SimpleNamespace(eos_token_ids=(1,)),
+        architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
+        decoder=None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,

@@ -338,22 +338,23 @@ def _grown(buffer: Tensor, size: int) -> Tensor:
 # State of decode steps other than weights. It outlives a generation, so recorded steps stay valid.
 
 # Rows of the state.
-TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)
+TOKEN, POSITION, DRAWN, PLACE, LIMIT, DELTA, STREAM = range(7)
 
 
 class Slots:
-    """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [6, slots] int64.
+    """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [7, slots] int64.
 
     `TOKEN` is the next input token and `POSITION` its position. `DRAWN` is the number of response tokens and `LIMIT`
-    their limit. `PLACE` is the transcript's place for the next token. `STREAM` is the start of the random numbers.
-    Idle slots may take part in a step. They repeat the same token at position 0, and their output is ignored.
+    their limit. `PLACE` is the transcript's place for the next token. `DELTA` is the position for rotary embeddings
+    minus `POSITION`. `STREAM` is the start of the random numbers. Idle slots may take part in a step. They repeat the
+    same token at position 0, and their output is ignored.
     """
 
     def __init__(self, cache: KvCache, num_slots: int, device: torch.device) -> None:
         self.cache = cache
         self.num_slots = num_slots
         self.transcript = Transcript(num_slots, device)
-        self.state = torch.zeros(6, num_slots, dtype=torch.int64, device=device)
+        self.state = torch.zeros(STREAM + 1, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         """Increments of POSITION, DRAWN and PLACE per step."""
         self.stopped, self.failed, self.finished = torch.zeros(3, num_slots, dtype=torch.bool, device=device)
@@ -361,7 +362,7 @@ class Slots:
         either reason or by its length)."""
         self.num_preempted = 0
         """Number of preempted samples since a reader last set this to 0."""
-        idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
+        idle = [0, 0, 0, self.transcript.nowhere, 1, 0, 0]
         self._idle_state = torch.tensor(idle, device=device)[:, None]
         self.clear()
 
@@ -381,7 +382,7 @@ class Slots:
         self.transcript.reserve(self.cache.capacity)
 
     def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
-        """Starts responses in slots from `first` on. `rows` are their state rows from TOKEN to LIMIT."""
+        """Starts responses in slots from `first` on. `rows` are their state rows from TOKEN to DELTA."""
         new = slice(first, first + len(streams))
         self.state[:STREAM, new] = torch.tensor(rows, dtype=torch.int64, device=streams.device)
         self.state[STREAM, new] = streams
@@ -445,9 +446,10 @@ class Decoder:
     def _run(self, num_slots: int, num_positions: int, sampling: SamplingParams, stop_tokens: Tensor) -> None:
         slots = self._slots
         state = slots.state[:, :num_slots]
-        fed, positions, num_drawn, places, limits, streams = state.unbind()
+        fed, positions, num_drawn, places, limits, deltas, streams = state.unbind()
         attention = slots.cache.decode_attention(positions, num_positions)
-        logits = self._model.logits(self._model.forward(fed, positions, attention))
+        rotated_by = positions + deltas if self._model.sees else positions
+        logits = self._model.logits(self._model.forward(fed, rotated_by, attention))
         tokens, logprobs = self._draw(logits, streams, num_drawn, sampling)
         slots.transcript.write(places, tokens, logprobs)
         fed.copy_(tokens)

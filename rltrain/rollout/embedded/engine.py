@@ -4,20 +4,24 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.data.images import ImageRules
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import Architecture
+from rltrain.models.vision import Vision
 from rltrain.offload.device_memory import check_device
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
-from rltrain.rollout.embedded.block_tables import KvBudget, budget_of
+from rltrain.rollout.embedded.block_tables import GB, KvBudget, budget_of
 from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
+from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices
@@ -52,6 +56,8 @@ class EmbeddedEngine(Engine):
     longest one. The memory is kept until it is released. `cache_returns` reports whether that memory will return to the
     same addresses after others take it. It is not released then, and recorded steps stay valid.
 
+    `images` encodes the images of samples on the same parameters.
+
     `record` records decode steps for replay; None uses the device's method, if any. `matrices` has the parameters with
     a special way of reading, by name. `residual_dtype` and `head_dtype` are as in config section model. With
     `record_routing` samples return with the experts of their tokens. Raises ValueError if the model has no experts
@@ -76,13 +82,14 @@ class EmbeddedEngine(Engine):
         residual_dtype: torch.dtype | None = None,
         head_dtype: torch.dtype | None = None,
         record_routing: bool = False,
+        images: EngineImages | None = None,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
         self._max_running_requests = max_running_requests
         self._max_context_tokens = max_context_tokens
         self._tokenizer = tokenizer
-        self._parameters = parameters
+        self._parameters, self._images = parameters, images
         self._tensor_parallel = TensorParallel(tp_group)
         self._model = EngineModel(
             architecture,
@@ -134,6 +141,8 @@ class EmbeddedEngine(Engine):
     def begin_update(self) -> None:
         """Withdraws the policy version, because the weights are about to be rewritten. Running samples stay."""
         self.policy_version = None
+        if self._images:
+            self._images.changed()
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """Returns the parameters themselves, since new weights are written in place. Separate adapters are a part of
@@ -159,6 +168,10 @@ class EmbeddedEngine(Engine):
             running=generation.sampling if generation else None,
             max_context_tokens=self._max_context_tokens,
         )
+        if self._images:
+            self._images.check(samples)
+        elif seeing := [sample.id for sample in samples if sample.images]:
+            raise ValueError(f"sample {seeing[0]} has images; expected an engine with a vision tower (model.vision)")
         generation = generation or self._new_generation(sampling)
         generation.submit(samples)
         self._generation = generation
@@ -229,6 +242,8 @@ class EmbeddedEngine(Engine):
     def release_cache(self) -> None:
         """Frees the memory of the KV cache. The next step allocates it again."""
         expect_idle(self.num_unfinished, "release_cache")
+        if self._images:
+            self._images.forget()
         if self._cache_returns() and self._was_released:
             self._slots.cache.parked.clear()
             self._slots.clear()
@@ -244,6 +259,8 @@ class EmbeddedEngine(Engine):
         """Returns metrics since the last call: the peak use and preemptions of a limited cache, and reuse between
         turns."""
         metrics = self._slots.cache.metrics()
+        if self._images:
+            metrics |= self._images.metrics()
         if not self._has_budget:
             return metrics
         num_preempted, self._slots.num_preempted = self._slots.num_preempted, 0
@@ -272,6 +289,7 @@ class EmbeddedEngine(Engine):
             sampling,
             stop_strings(sampling.stop, self._tokenizer),
             self._max_context_tokens,
+            self._images,
         )
 
     @contextmanager
@@ -310,6 +328,9 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         beside = adapters_of_engine(config, site.architecture, site.grid, site.role).layout
         adapters = allocate_parameters(beside, world.rank, device=world.device)
         matrices = adapted_matrices(beside, world.rank, weights | adapters, matrices, lora.scale)
+    images = None
+    if site.architecture.vision is not None:
+        images = images_of(site, site.architecture.vision, weights)
     engine = EmbeddedEngine(
         site.architecture,
         weights | adapters,
@@ -325,6 +346,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         residual_dtype=getattr(torch, config.model.residual),
         head_dtype=getattr(torch, config.model.head),
         record_routing=config.model.router_replay == "rollout" and site.role == "rollout",
+        images=images,
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
@@ -334,6 +356,23 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     if adapters:
         parts |= {"weights": MemoryPart(adapters.values), "base": MemoryPart(weights.values)}
     return HostedEngine(engine, parts, engine.cache_metrics)
+
+
+def images_of(site: EngineSite, vision: Vision, weights: Mapping[str, Tensor]) -> EngineImages:
+    """Returns the encoder of the site's images on the tower's `weights`. Raises CheckpointError if the checkpoint has
+    no usable image processor."""
+    folder, key = site.config.checkpoint_of(site.role)
+    settings = site.config.model_of(site.role).vision
+    assert settings is not None and site.images is not None, "an engine with a tower has settings and a store"
+    rules = ImageRules.read(Path(folder), site.config.data.images, key)
+    return EngineImages(
+        vision,
+        tower_of(vision, Path(folder), weights, site.world.device),
+        site.images,
+        (rules.mean, rules.std),
+        ImageLimits(settings.max_patches, settings.engine_cache_gb * GB, trains=settings.train),
+        site.world.device,
+    )
 
 
 def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:

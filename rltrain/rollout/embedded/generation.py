@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import NO_STREAM, POSITION, TOKEN, Decoder, Slots, random_streams
-from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, Suffix
+from rltrain.rollout.embedded.images import Admitted, EngineImages, Shown, delta, keyed
+from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, PrefillAttention, Suffix
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import START_FRACTION, SamplingParams, StopStrings, response_limit
 from rltrain.rollout.sample import Sample, Status
@@ -23,23 +24,49 @@ _PASS_SCORES = 1 << 22
 """Limit of (padded token, attended position) pairs in one pass over suffixes. It bounds the scores of one head."""
 
 
-def fill_cache(model: EngineModel, cache: KvCache, entered: Entered, device: torch.device) -> None:
+def fill_cache(
+    model: EngineModel, cache: KvCache, entered: Entered, device: torch.device, admitted: Admitted | None = None
+) -> None:
     """Computes the keys and values of `entered` samples, each distinct head once.
 
-    Collective over: the engine's tensor-parallel group.
+    With `admitted`, for models with images, their tokens are keyed (see `keyed`). Collective over: the engine's
+    tensor-parallel group.
     """
     for heads in head_passes(entered.heads):
         lengths = [len(head) for head in heads]
         width = lengths[-1]
-        positions = torch.arange(width, device=device).repeat(len(heads))
         attention = cache.prefill_attention([entered.heads[head] for head in heads], lengths, width)
-        model.fill_cache(_padded(heads, width, device), positions, attention)
+        if admitted is None:
+            positions = torch.arange(width, device=device).repeat(len(heads))
+            model.fill_cache(_padded(heads, width, device), positions, attention)
+        else:
+            spans = [(entered.heads[head][0][0], 0, len(head)) for head in heads]
+            model.fill_cache(*_with_images(admitted, heads, spans, width, attention))
     for suffixes in suffix_passes(entered.suffixes):
         width = max(len(suffix.tokens) for suffix in suffixes)
-        spans = torch.tensor([(suffix.first, suffix.end - 1) for suffix in suffixes], device=device)
-        positions = torch.minimum(spans[:, :1] + torch.arange(width, device=device), spans[:, 1:])
         attention = cache.suffix_attention(suffixes, width)
-        model.fill_cache(_padded([suffix.tokens for suffix in suffixes], width, device), positions.view(-1), attention)
+        rows = [suffix.tokens for suffix in suffixes]
+        if admitted is None:
+            ends = torch.tensor([(suffix.first, suffix.end - 1) for suffix in suffixes], device=device)
+            positions = torch.minimum(ends[:, :1] + torch.arange(width, device=device), ends[:, 1:])
+            model.fill_cache(_padded(rows, width, device), positions.view(-1), attention)
+        else:
+            spans = [(suffix.slot, suffix.first, suffix.end) for suffix in suffixes]
+            model.fill_cache(*_with_images(admitted, rows, spans, width, attention))
+
+
+def _with_images(
+    admitted: Admitted,
+    rows: Sequence[tuple[int, ...]],
+    spans: Sequence[tuple[int, int, int]],
+    width: int,
+    attention: PrefillAttention,
+) -> tuple[Tensor, Tensor, PrefillAttention, Shown | None]:
+    """Returns the arguments of EngineModel.fill_cache for keyed `rows`. `spans` are their (slot, first place, end)."""
+    images = admitted.images
+    plain = [tuple(max(token, 0) for token in row) for row in rows]  # the embeddings of image tokens are replaced
+    shown = images.shown(rows, width)
+    return _padded(plain, width, images.device), admitted.positions(spans, width), attention, shown
 
 
 def head_passes(heads: Iterable[Head]) -> list[list[Head]]:
@@ -142,11 +169,12 @@ class Generation:
         sampling: SamplingParams,
         stop_strings: StopStrings | None,
         max_context_tokens: int,
+        images: EngineImages | None = None,
     ) -> None:
         slots.clear()
         self.sampling = sampling
         self._model, self._slots, self._decoder, self._stop_strings = model, slots, decoder, stop_strings
-        self._max_context_tokens = max_context_tokens
+        self._max_context_tokens, self._images = max_context_tokens, images
         self._device = slots.state.device
         self._unfinished: dict[int, Sample] = {}  # by id, in the order of submission
         self._waiting: deque[Sample] = deque()
@@ -174,7 +202,7 @@ class Generation:
         """Queues samples that `check_samples` has accepted."""
         if parked := self._slots.cache.parked:
             for sample in samples:
-                parked.expect(sample)
+                parked.expect(self._keyed(sample))
         self._unfinished |= {sample.id: sample for sample in samples}
         self._waiting.extend(samples)
 
@@ -237,7 +265,7 @@ class Generation:
         self.is_crowded = False
         if not 0 < num_wanted <= num_free:
             return 0
-        candidates = list(islice(self._waiting, num_free))
+        candidates = [self._keyed(sample) for sample in islice(self._waiting, num_free)]
         num_new = self._slots.cache.num_admissible(candidates, num_wanted, num_running, policy_version)
         self.is_crowded = num_new < len(candidates)
         return num_new
@@ -284,10 +312,15 @@ class Generation:
         self._slots.reserve(first + num_new, self._num_positions, num_used=first)
         self._running += admitted
         self._write_state(first, admitted)
-        cache = self._slots.cache
-        entered = cache.enter(first, [running.sample for running in admitted], policy_version)
-        fill_cache(self._model, cache, entered, self._device)
+        cache, samples = self._slots.cache, [running.sample for running in admitted]
+        entered = cache.enter(first, [self._keyed(sample) for sample in samples], policy_version)
+        seen = Admitted(self._images, first, samples) if self._images else None
+        fill_cache(self._model, cache, entered, self._device, seen)
         self._crowded_step = 0
+
+    def _keyed(self, sample: Sample) -> Sample:
+        """Returns the sample as the cache knows it, with names of its images among its tokens."""
+        return keyed(sample, self._images.merge) if self._images else sample
 
     def _start(self, sample: Sample, column: int) -> _Running:
         recent = self._stop_strings.recent(sample.turn_tokens) if self._stop_strings else None
@@ -301,6 +334,7 @@ class Generation:
             [len(sample.tokens) for sample in samples],
             [transcript.place(len(running.context) - 1, running.column) for running in admitted],
             [response_limit(sample, self.sampling, self._max_context_tokens) for sample in samples],
+            [delta(sample, self._images.merge) if self._images else 0 for sample in samples],
         ]
         streams = random_streams([sample.seed for sample in samples], self._device)
         if self.sampling.greedy is not None:
@@ -367,7 +401,7 @@ class Generation:
         """Keeps the keys and values of the samples that ended a turn in these slots."""
         if slots:
             for slot, sample in zip(slots, self._read([self._running[slot] for slot in slots]), strict=True):
-                self._slots.cache.park(slot, sample)
+                self._slots.cache.park(slot, self._keyed(sample))
 
     def _compact(self, finished: list[int]) -> None:
         """Frees the `finished` slots by moving the last running samples into them."""

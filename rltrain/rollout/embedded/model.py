@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.architecture import ExpertLayers
-from rltrain.models.attention import inverse_frequencies, soft_capped
+from rltrain.models.attention import axis_of_frequency, inverse_frequencies, soft_capped
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
+from rltrain.rollout.embedded.images import Shown
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, StateShape
 from rltrain.rollout.embedded.layers import (
     Attention,
@@ -348,8 +349,9 @@ class EngineModel:
         """Shape of the states per sample in the other layers."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
-        magnitude = architecture.rotation_magnitude
         self.routing_shape = RoutingShape.of(architecture) if record_routing else None
+        self.sees = architecture.mrope is not None
+        """Whether positions for rotary embeddings differ from places in the context after an image."""
         layers: list[_Layer] = []
         num_sparse, num_of_kind = 0, [0, 0]
         for index, kind in enumerate(architecture.layer_kinds):
@@ -370,13 +372,9 @@ class EngineModel:
         self._layers = tuple(layers)
         self._final_norm = Norm(parameters["model.norm.weight"], architecture, parameters.get("model.norm.bias"))
         self._head = parameters.get("lm_head.weight", self._embedding)
-        self._rotaries = [RotaryEmbedding(inverse_frequencies(architecture), magnitude, max_positions, device)]
-        own_base = architecture.sliding_rope_theta is not None
-        if own_base:
-            frequencies = inverse_frequencies(architecture, sliding=True)
-            self._rotaries.append(RotaryEmbedding(frequencies, magnitude, max_positions, device))
+        self._rotaries = _rotaries(architecture, max_positions, device)
         windows = (architecture.window_of(layer) for layer in range(self.num_layers))
-        self._rotary_of = tuple(int(own_base and window is not None) for window in windows)
+        self._rotary_of = tuple(int(len(self._rotaries) > 1 and window is not None) for window in windows)
         """For each layer, the index of its rotary embedding."""
         self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
         """Called with the values of each stage in `forward` and `logits`. tools/parity.py has the names of stages."""
@@ -392,7 +390,8 @@ class EngineModel:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] at `positions` [tokens].
+        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] rotated by `positions`
+        [tokens].
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -403,17 +402,24 @@ class EngineModel:
             self._add_layer(index, hidden, rotations[index], attention)
         return hidden
 
-    def fill_cache(self, tokens: Tensor, positions: Tensor, attention: PrefillAttention) -> None:
+    def fill_cache(
+        self, tokens: Tensor, positions: Tensor, attention: PrefillAttention, shown: Shown | None = None
+    ) -> None:
         """Caches the keys and values of prompt tokens [tokens]. This is `forward` without the work needed only for its
         result.
 
+        `positions` are [tokens], or [3, tokens] for models with images. The tokens `shown` are those of images.
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
+        if shown is not None:
+            shown.insert(hidden)
         rotations = self._rotations(positions)
         last, rotation = self._layers[-1], rotations[-1]
         for index in range(self.num_layers - 1):
             self._add_layer(index, hidden, rotations[index], attention)
+            if shown is not None:
+                shown.add(index, hidden)
         if last.feed_forward.stores:
             last.attention.add(last.number, hidden, rotation, attention)
             last.feed_forward.store(hidden, attention)
@@ -457,3 +463,12 @@ class EngineModel:
         num_rows = len(self._embedding)
         local, outside = local_token_ids(tokens, self._tp.rank * num_rows, num_rows)
         return self._tp.all_reduce(F.embedding(local, self._embedding).masked_fill_(outside[:, None], 0))
+
+
+def _rotaries(architecture: Architecture, max_positions: int, device: torch.device) -> list[RotaryEmbedding]:
+    """Returns the rotary embedding of most layers, and that of layers with a window if they have another base."""
+    magnitude, axes = architecture.rotation_magnitude, axis_of_frequency(architecture)
+    frequencies = [inverse_frequencies(architecture)]
+    if architecture.sliding_rope_theta is not None:
+        frequencies.append(inverse_frequencies(architecture, sliding=True))
+    return [RotaryEmbedding(of_base, magnitude, max_positions, device, axes) for of_base in frequencies]

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from rltrain.models import Architecture
 from rltrain.models.attention import halves_of_pairs, inverse_frequencies
 from rltrain.models.families import LATENT_NORM_EPS
-from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
+from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
 
@@ -62,22 +62,31 @@ def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqPara
 class PositionRotaryEmbedding(torch.nn.Module):
     """A replacement for Megatron's rotary embedding, with angles for the positions of packed sequences.
 
-    If layers have different bases, the angles of all bases are side by side.
+    If layers have different bases, the angles of all bases are side by side. `axes` are those of axis_of_frequency.
     """
 
-    def __init__(self, *inverse_frequencies: Tensor) -> None:
+    def __init__(self, *inverse_frequencies: Tensor, axes: Tensor | None = None) -> None:
         super().__init__()
-        self.inverse_frequencies = inverse_frequencies
+        self.inverse_frequencies, self.axes = inverse_frequencies, axes
 
     def get_rotary_seq_len(self, *unused: Any) -> Tensor:
-        """Returns the positions of the packed sequences, from the last argument. The model passes them to `forward`."""
+        """Returns the positions of the packed sequences, from the last argument. The model passes them to `forward`.
+
+        With images they are the attribute `rope_positions` of the sequences, [3, tokens].
+        """
         packed: PackedSequences = unused[-1]
-        return packed.positions
+        positions: Tensor = getattr(packed, "rope_positions", packed.positions)
+        return positions
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """Returns angles [tokens, 1, 1, bases * rotated elements of a head]. Both halves of the rotated elements are
-        equal."""
-        angles = [torch.outer(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
+        equal. `positions` are [tokens], or [3, tokens] with `axes`."""
+        if positions.dim() == 1:
+            angles = [torch.outer(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
+        else:
+            assert self.axes is not None, "the model must have three positions of a token"
+            of_frequencies = positions.float()[self.axes].T
+            angles = [of_frequencies * frequencies for frequencies in self.inverse_frequencies]
         return torch.cat([half for of_base in angles for half in (of_base, of_base)], dim=-1)[:, None, None, :]
 
 

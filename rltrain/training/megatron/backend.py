@@ -60,6 +60,7 @@ from rltrain.training.megatron.optimizer import (
 )
 from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
 from rltrain.training.megatron.versions import data_parallel
+from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch, of_all_tokens
 from rltrain.training.shards import answered_for, sharing_groups, within
@@ -74,6 +75,7 @@ from rltrain.training.trainable import (
     TrainedModel,
     limits,
 )
+from rltrain.training.vision import TowerPass
 
 # Messages between pipeline stages: hidden states to the next stage, gradients to the previous one.
 
@@ -220,6 +222,7 @@ def run_schedule(
     replica, or all replicas if they hold experts for each other.
     """
     groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
+    images = model.tower_pass(micro_batches, trains=backward)
 
     def step(
         batches: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
@@ -228,14 +231,11 @@ def run_schedule(
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
         sequences = _described(model, batch, shares, None if found is None else found[number])
+        _show(images if chunk is chunks[0] else None, number, model, batch, sequences)
         predicted = tell_following(sequences, batch) if predicts else None
         hidden_or_logits = chunk(
-            input_ids=batch.padded_tokens[None],
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=sequences,
+            input_ids=batch.padded_tokens[None], position_ids=None, attention_mask=None, packed_seq_params=sequences
         )
-
         return hidden_or_logits, partial(_last_stage, model, batch, outputs, shares, predicted)
 
     arguments: dict[str, Any] = {
@@ -253,6 +253,8 @@ def run_schedule(
         schedule = PIPELINED[len(chunks) > 1]
         arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
+    if images is not None:
+        images.backward()
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
 
@@ -284,7 +286,7 @@ def _described(
     shares: Callable[[Experience], Tensor] | None,
     found: dict[int, Tensor] | None,
 ) -> PackedSeqParams:
-    """Returns the packed sequences, with the routers' inputs as attributes.
+    """Returns the packed sequences, with the routers' inputs and the positions around images as attributes.
 
     They belong to the sequences because layers are recomputed in backward, when the next micro-batch may have started.
     """
@@ -294,7 +296,19 @@ def _described(
     given = given_choices(model, batch)
     if given or found is not None:
         vars(sequences)["choices"] = Choices(given, found)
+    if batch.experience.has("rope_positions"):
+        of_rows = batch.rows_of(batch.experience.rope_positions)
+        padding = (0, 0, 0, len(batch.padded_tokens) - len(of_rows))
+        vars(sequences)[ROPE_POSITIONS] = torch.nn.functional.pad(of_rows, padding).T
     return sequences
+
+
+def _show(
+    images: TowerPass | None, number: int, model: LanguageModel, batch: MicroBatch, sequences: PackedSeqParams
+) -> None:
+    """Adds the images of micro-batch `number`, if the chunk has the embedding."""
+    if images is not None:
+        vars(sequences)[IMAGES] = images.shown(number, partial(model.rows_of_tokens, batch))
 
 
 # Evaluation of a Megatron model.
@@ -432,23 +446,36 @@ class TrainableModel(EvaluableModel, TrainedModel):
         model, settings, groups = self.model, self.settings, self.groups
         self.predicts = model.architecture.predicts
         parallel = data_parallel_config(settings, groups.dp_cp.size(), model.device)
-        self.chunks = [data_parallel(model.config, parallel, chunk, groups) for chunk in model.chunks]
+        towers = [model.vision] if model.vision is not None and model.vision.is_trained else []
+        self.chunks, self.towers = (
+            [data_parallel(model.config, parallel, module, groups) for module in modules]
+            for modules in (model.chunks, towers)
+        )
         self.routers = Routers(model, model.architecture, model.moe, groups) if model.architecture.moe else None
         self._loads: Loads | None = None
-        self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
-        self.optimizer = build_optimizer(self.chunks, settings.optimizer, groups)
+        self.reduction, self.gather = (
+            GradientReduction(self.chunks, self.towers),
+            ParameterGather([*self.towers, *self.chunks]),
+        )
+        self.optimizer = build_optimizer(self.wrapped, settings.optimizer, groups)
         if is_replaced(settings.optimizer):
             replace_steps(model, self.optimizer, settings.optimizer)
         self.loss_scale = MegatronLossScale(self.optimizer, model.config)
         # Otherwise Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
-        return training_parts(model, self.chunks, self.optimizer)
+        return training_parts(model, self.wrapped, self.optimizer)
+
+    @property
+    def wrapped(self) -> list[DistributedDataParallel]:
+        """The chunks and a trained tower with their gradient buffers. Chunks are first, where Megatron looks for the
+        ends of a pipeline."""
+        return [*self.chunks, *self.towers]
 
     def without_adapters(self) -> EvaluableModel:
         return EvaluableModel(self.model, is_base=True)
 
     def forget_gradients(self) -> None:
-        for chunk in self.chunks:
+        for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -498,12 +525,12 @@ class TrainableModel(EvaluableModel, TrainedModel):
         return metrics
 
     def update(self, divisor: float, rate: float) -> tuple[float, bool]:
-        finalize_model_grads(self.chunks, None, pg_collection=self.groups)
+        finalize_model_grads(self.wrapped, None, pg_collection=self.groups)
         self.model.sum_gradients_of_copies()
         if self.model.adapters:
             self.model.adapters.sum_gradients_of_experts()
         self.gather.finish()
-        for chunk in self.chunks:
+        for chunk in self.wrapped:
             chunk.scale_gradients(1 / divisor)
         can_fall = self.loss_scale.can_fall()
         if self.optimizer.prepare_grads() and can_fall:
@@ -595,6 +622,7 @@ class MegatronBackend(TrainingBackend):
             model=site.config.model_of(site.role),
             parallel=site.config.parallel_of(site.role)[0],
             device=site.world.device,
+            sight=site.sight(),
         )
         if lora:
             add_adapters(model, lora, site.config.seed)

@@ -60,14 +60,19 @@ def data_parallel_config(
 class GradientReduction:
     """Reduces each bucket once its gradients are complete and all earlier buckets have begun.
 
-    Buckets are ordered as backward completes them: the last layers first.
+    Buckets are ordered as backward completes them: the last layers first. The buckets of vision `towers` come last, and
+    only `begin_rest` begins them: a replica's number of their backward passes depends on its images.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        self._groups = _last_layers_first(chunks) if chunks[0].ddp_config.overlap_grad_reduce else []
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], towers: Sequence[DistributedDataParallel] = ()
+    ) -> None:
+        overlaps = chunks[0].ddp_config.overlap_grad_reduce
+        self._groups = _last_layers_first([*towers, *chunks]) if overlaps else []
+        of_towers = [group for tower in towers for group in tower.bucket_groups]
         for group in self._groups:
             # Megatron's own count would begin buckets in the order of this replica's backward.
-            group.register_grad_ready = partial(self._added, group)
+            group.register_grad_ready = _nothing if group in of_towers else partial(self._added, group)
         self._backwards = 0
         """Number of backward passes until all gradients of the mini-batch are complete. 0: more passes follow."""
         self._times: Counter[torch.nn.Parameter] = Counter()
@@ -447,5 +452,5 @@ def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[s
     return np.concatenate(tables)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

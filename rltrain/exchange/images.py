@@ -1,0 +1,61 @@
+"""Images of experience on their way to another node: the request for missing ones, and the answer with their pixels."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.data.experience import Experience
+from rltrain.errors import ExchangeError
+from rltrain.runtime.image_files import ImageMissing, ImageStore, Pixels
+
+ROW = 4
+"""Numbers per image in an answer: its key and shape. The first number of an answer is the number of images. Pixels
+follow."""
+NUMBER_BYTES = 8
+
+
+def keys_of(experience: Experience) -> list[int]:
+    """Returns the keys of the images of all samples, each once. There are none without the field `image_keys`."""
+    if not experience.has("image_keys"):
+        return []
+    keys: list[int] = experience.image_keys.unique().tolist()
+    return [key for key in keys if key]
+
+
+def asked(message: Tensor) -> list[int]:
+    """Returns the keys in a request, the bytes of an int64 tensor."""
+    keys: list[int] = message.view(torch.int64).tolist()
+    return keys
+
+
+def encode_images(store: ImageStore, keys: Sequence[int]) -> list[Tensor]:
+    """Returns the parts of an answer. Pixels stay in their files. Raises ExchangeError if the store lacks an image."""
+    try:
+        images = [store.pixels(key) for key in keys]
+    except ImageMissing as error:
+        raise ExchangeError(
+            f"another node needs the images {error.keys}, but this one has removed them. Please report this bug of "
+            "rltrain"
+        ) from None
+    rows = [number for key, pixels in zip(keys, images, strict=True) for number in (key, *pixels.shape[:3])]
+    return [torch.tensor([len(keys), *rows]), *map(torch.from_numpy, images)]
+
+
+def decode_images(message: Tensor) -> Iterator[tuple[int, Pixels]]:
+    """Yields the keys and pixels of an answer. Raises ExchangeError if it is damaged."""
+    numbers = message[: len(message) // NUMBER_BYTES * NUMBER_BYTES].view(torch.int64)
+    num_images = int(numbers[0]) if len(numbers) else -1
+    rows = numbers[1 : 1 + ROW * num_images].view(-1, ROW).tolist() if 0 <= num_images <= len(numbers) // ROW else []
+    sizes = [3 * frames * height * width for _, frames, height, width in rows]
+    begin = NUMBER_BYTES * (1 + ROW * num_images)
+    if len(rows) != num_images or len(message) != begin + sum(sizes):
+        raise ExchangeError(
+            f"{len(message)} bytes with {num_images} images arrived; expected {begin + sum(sizes)} bytes. They were "
+            "damaged in transit, or ranks run different versions of rltrain"
+        )
+    for (key, *shape), size in zip(rows, sizes, strict=True):
+        pixels: Pixels = np.asarray(message[begin : begin + size].numpy()).reshape(*shape, 3)
+        begin += size
+        yield key, pixels

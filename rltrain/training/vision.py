@@ -1,0 +1,211 @@
+"""Vision towers in training. Images are encoded before a model's forward, and the tower's backward follows the
+model's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.config.schema import VisionSettings
+from rltrain.models.table import IntArray
+from rltrain.models.vision import Vision
+from rltrain.models.vision_tower import patches_of
+from rltrain.runtime.image_files import ImageStore
+from rltrain.training.packing import MicroBatch
+
+Encode = Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
+"""The signature of models.vision_tower.encode without its first argument."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A model's inputs for building a tower.
+
+    `folder` has the config.json of the tower. `mean` and `std` normalise the colours red, green and blue. `images` may
+    be None for models that get no samples.
+    """
+
+    folder: Path
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    settings: VisionSettings
+    images: ImageStore | None = None
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower for `TowerPass`: its shape, the function of its module, and the rules of model.vision."""
+
+    vision: Vision
+    encode: Encode
+    mean: Tensor
+    std: Tensor
+    max_patches: int
+    recompute: bool
+
+    @classmethod
+    def of(cls, vision: Vision, encode: Encode, sight: Sight, device: torch.device) -> "Tower":
+        """Returns the tower with the function `encode` on `device`."""
+        mean, std = (torch.tensor(values, device=device) for values in (sight.mean, sight.std))
+        return cls(vision, encode, mean, std, sight.settings.max_patches, sight.settings.recompute)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The images of a micro-batch on this rank.
+
+    `features` [image tokens, hidden] replace the embeddings of `rows`. `deepstack` has as many rows for each of the
+    first layers. They are fp32 with gradients of their own rows.
+    """
+
+    rows: Tensor
+    features: Tensor
+    deepstack: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The image tokens of a micro-batch: their places, and for each the key and the row of its image."""
+
+    tokens: IntArray
+    keys: IntArray
+    rows: IntArray
+
+
+@dataclass
+class _Piece:
+    """Images encoded together. With `outputs` their graph is kept for backward."""
+
+    keys: list[int]
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class TowerPass:
+    """One pass of a tower over the images of micro-batches. Each distinct image is encoded once.
+
+    The features are leaf tensors. So a schedule may run the micro-batches' forward and backward in any order, and
+    recompute parts of them. Then `backward` sends the leaves' gradients through the tower.
+
+    Images are encoded in pieces of at most `tower.max_patches` patches. A larger image is a piece of its own.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        batches: Sequence[MicroBatch],
+        store: ImageStore,
+        *,
+        trains: bool,
+        num_pieces: int | None = None,
+    ) -> None:
+        """Encodes the images, with gradients for the tower if it `trains`.
+
+        `num_pieces` adds pieces of one blank image. Ranks that share the tower's weights then encode equally often.
+        """
+        self.tower, self.store, self.trains = tower, store, trains
+        self._placed = [_placed(batch, store, tower.vision) for batch in batches]
+        self._pieces = [_Piece(keys) for keys in pieces_of(tower, batches, store)]
+        self._pieces += [_Piece([]) for _ in range((num_pieces or 0) - len(self._pieces))]
+        self._leaves: dict[int, list[Tensor]] = {}
+        keeps_graph = trains and not tower.recompute
+        for piece in self._pieces:
+            with torch.set_grad_enabled(keeps_graph):
+                outputs = self._encoded(piece)
+            self._leaves |= self._leaves_of(piece, outputs)
+            piece.outputs = outputs if keeps_graph else []
+
+    def shown(self, batch: int, row_of: Callable[[Tensor], Tensor]) -> Shown | None:
+        """Returns the images in the rows of this rank for micro-batch number `batch`. None: there are none.
+
+        `row_of` maps tokens of the micro-batch [n] to their rows on this rank, or to -1 if other ranks have them.
+        """
+        placed = self._placed[batch]
+        rows = row_of(torch.from_numpy(placed.tokens)).cpu()
+        here = (rows >= 0).numpy()
+        if not here.any():
+            return None
+        keys, number = np.unique(placed.keys[here], return_inverse=True)
+        leaves = [self._leaves[key] for key in keys.tolist()]
+        lengths = np.array([len(of_image[0]) for of_image in leaves])
+        sources = (lengths.cumsum() - lengths)[number] + placed.rows[here]
+        device = self.tower.mean.device
+        index = torch.from_numpy(sources).to(device)
+        features, *deepstack = (torch.cat(of_depth).index_select(0, index) for of_depth in zip(*leaves, strict=True))
+        return Shown(rows[torch.from_numpy(here)].to(device), features, deepstack)
+
+    def backward(self) -> None:
+        """Adds the gradients of the tower's weights, if it trains. Call it once, after the micro-batches' backward."""
+        for piece in self._pieces if self.trains else []:
+            with torch.enable_grad():
+                outputs = piece.outputs or self._encoded(piece)
+            piece.outputs = []
+            torch.autograd.backward(outputs, list(self._gradients(piece, outputs)))
+
+    def _gradients(self, piece: _Piece, outputs: list[Tensor]) -> Iterator[Tensor]:
+        of_images = [self._leaves.pop(key) for key in piece.keys]
+        for depth, output in enumerate(outputs):
+            leaves = [of_image[depth] for of_image in of_images]
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            yield torch.cat(found).to(output.dtype) if found else torch.zeros_like(output)
+
+    def _encoded(self, piece: _Piece) -> list[Tensor]:
+        vision, device = self.tower.vision, self.tower.mean.device
+        side = vision.patch * vision.merge
+        pixels = [self.store.pixels(key) for key in piece.keys] or [np.zeros((1, side, side, 3), np.uint8)]
+        on_device = [torch.from_numpy(image).to(device) for image in pixels]
+        features, deepstack = self.tower.encode(*patches_of(vision, on_device, self.tower.mean, self.tower.std))
+        return [features, *deepstack]
+
+    def _leaves_of(self, piece: _Piece, outputs: list[Tensor]) -> dict[int, list[Tensor]]:
+        """Returns the leaves by image: the features, then those of each deepstack layer."""
+        lengths = [_num_tokens(self.store, self.tower.vision, key) for key in piece.keys]
+        if not lengths:
+            return {}
+        by_depth = [output.detach().float().split(lengths) for output in outputs]
+        leaves = [[leaf.requires_grad_(self.trains) for leaf in of_image] for of_image in zip(*by_depth, strict=True)]
+        return dict(zip(piece.keys, leaves, strict=True))
+
+
+def pieces_of(tower: Tower, batches: Sequence[MicroBatch], store: ImageStore) -> list[list[int]]:
+    """Returns the keys of distinct images in the micro-batches, piece by piece as `TowerPass` encodes them."""
+    keys = [batch.experience.image_keys.numpy() for batch in batches]
+    pieces: list[list[int]] = []
+    room = 0
+    for key in dict.fromkeys(key for of_batch in keys for key in of_batch[of_batch > 0].tolist()):
+        size = _num_tokens(store, tower.vision, key) * tower.vision.merge**2
+        if size > room:
+            pieces.append([])
+            room = tower.max_patches
+        pieces[-1].append(key)
+        room -= size
+    return pieces
+
+
+def _num_tokens(store: ImageStore, vision: Vision, key: int) -> int:
+    frames, height, width = store.shape(key)
+    side = vision.patch * vision.merge
+    return -(-frames // vision.temporal_patch) * (height // side) * (width // side)
+
+
+def _placed(batch: MicroBatch, store: ImageStore, vision: Vision) -> _Placed:
+    """Returns the image tokens of a micro-batch. Raises RuntimeError if a run of a key is not whole images."""
+    of_tokens = batch.experience.image_keys.numpy()
+    tokens = np.flatnonzero(of_tokens)
+    keys = of_tokens[tokens]
+    is_first = np.ones(len(tokens), bool)
+    is_first[1:] = (np.diff(tokens) != 1) | (np.diff(keys) != 0)
+    firsts = np.flatnonzero(is_first)
+    lengths = np.diff(np.append(firsts, len(tokens)))
+    of_run = np.array([_num_tokens(store, vision, key) for key in keys[firsts].tolist()], np.int64)
+    wrong = np.flatnonzero(lengths % of_run)
+    if len(wrong):
+        run = int(wrong[0])
+        raise RuntimeError(
+            f"{lengths[run]} tokens in a row belong to image {keys[firsts[run]]} of {of_run[run]} tokens; expected "
+            "whole images in every sample"
+        )
+    within = np.arange(len(tokens)) - np.repeat(firsts, lengths)
+    return _Placed(tokens, keys, within % np.repeat(of_run, lengths))

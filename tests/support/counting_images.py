@@ -1,0 +1,80 @@
+"""The task of counting red squares: rows with images of fields of coloured cells, and a config for one rank."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+CELL, SIDE = 14, 4
+"""Pixels of a cell, and cells of a field. With tiny checkpoints a cell is a token."""
+RED, OTHERS = (220, 30, 30), [(30, 60, 220), (40, 180, 60), (230, 230, 230), (20, 20, 20)]
+MOST = 4
+
+
+def field(rng: random.Random, num_red: int) -> Image.Image:
+    cells = [RED] * num_red + [rng.choice(OTHERS) for _ in range(SIDE**2 - num_red)]
+    rng.shuffle(cells)
+    image = Image.new("RGB", (SIDE, SIDE))
+    image.putdata(cells)
+    return image.resize((SIDE * CELL, SIDE * CELL), Image.Resampling.NEAREST)
+
+
+def write_rows(folder: Path, name: str, num_rows: int, seed: int) -> Path:
+    """Writes rows of a prompt with an image, a response and a label. Returns the file."""
+    rng = random.Random(seed)
+    (folder / name).mkdir(parents=True)
+    rows = []
+    for number in range(num_rows):
+        count = number % (MOST + 1)
+        field(rng, count).save(folder / name / f"{number}.png")
+        rows.append(
+            {"prompt": "<image>red?", "images": [f"{name}/{number}.png"], "response": str(count), "label": str(count)}
+        )
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_config(path: Path, **sections: Any) -> Path:
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def sft(model: Path, train: Path, held_out: Path, steps: int, **sections: Any) -> dict[str, Any]:
+    """Returns a config that learns the responses on rank 0."""
+    return {
+        "algorithm": "sft",
+        "steps": steps,
+        "seed": 0,
+        "placement": {"actor": 0},
+        "model": {"path": str(model), "dtype": "float32", "vision": {}},
+        "data": {"train": {"path": str(train)}, "eval": {"path": str(held_out)}, "max_prompt_tokens": 64},
+        "actor": {"optimizer": {"lr": 3e-3, "warmup_steps": 5, "decay": "linear", "clip_grad": 1.0}},
+        "batch": {"prompts_per_step": 32},
+        "evaluation": {"interval": steps},
+    } | sections
+
+
+def grpo(model: Path, train: Path, held_out: Path, steps: int, **sections: Any) -> dict[str, Any]:
+    """Returns a config that learns from rewards on rank 0."""
+    return {
+        "algorithm": "grpo",
+        "steps": steps,
+        "seed": 0,
+        "placement": {"actor, rollout, reward": 0},
+        "model": {"path": str(model), "dtype": "float32", "vision": {}},
+        "data": {"train": {"path": str(train)}, "eval": {"path": str(held_out)}, "max_prompt_tokens": 64},
+        "actor": {"optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": "linear", "clip_grad": 1.0}},
+        "rollout": {
+            "sampling": {"temperature": 1.0, "max_response_tokens": 2},
+            "max_context_tokens": 66,
+            "max_running_requests": 128,
+        },
+        "reward": {"function": "exact_match"},
+        "batch": {"prompts_per_step": 16, "samples_per_prompt": 8},
+        "loss": {"old_logprobs": "rollout"},
+        "evaluation": {"interval": steps},
+    } | sections

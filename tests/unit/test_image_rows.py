@@ -1,0 +1,526 @@
+"""Rows with images: their forms, their tokens, their checks, and what becomes of them in training."""
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from transformers import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rltrain.config import schema
+from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.images import ImageRules, ImageSource, png_of
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts
+from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
+from rltrain.errors import DataError
+from rltrain.models.rope_positions import rope_positions
+from rltrain.roles.inputs import identity
+from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, VISION_END, VISION_START, write_checkpoint
+
+
+class Processor(Qwen2_5_VLProcessor):
+    """transformers' processor without its video processor, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, "qwen2_5_vl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint: Path) -> Processor:
+    tokenizer = load_tokenizer(checkpoint)
+    images = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+    return Processor(images, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
+def encoder_of(checkpoint: Path, data: schema.Data, *, sees: bool = True) -> PromptEncoder:
+    images = ImageRules.read(checkpoint, data.images) if sees else None
+    return PromptEncoder(load_tokenizer(checkpoint), data, images=images)
+
+
+Load = Callable[..., PromptDataset]
+
+
+@pytest.fixture
+def load(checkpoint: Path) -> Load:
+    def loaded(
+        path: Path,
+        needs: Needs = "label",
+        model: ModelLimits = UNKNOWN_MODEL,
+        columns: dict[str, Any] | None = None,
+        sees: bool = True,
+        **keys: Any,
+    ) -> PromptDataset:
+        file = schema.PromptFile(path=str(path), **{"label_key": None, **(columns or {})})
+        data = schema.Data(train=file, **keys)
+        encoder = encoder_of(checkpoint, data, sees=sees)
+        return load_prompts(file, data, encoder, needs=needs, config_key="data.train", model=model)
+
+    return loaded
+
+
+def picture(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), np.uint8))
+
+
+SIZES = {"square": (56, 56), "wide": (30, 100), "tall": (90, 60)}
+PICTURES = {name: picture(*size) for name, size in SIZES.items()}
+FILES = {name: png_of(image) for name, image in PICTURES.items()}
+URLS = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in FILES.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Returns a folder with the pictures as files."""
+    for name, data in FILES.items():
+        (tmp_path / f"{name}.png").write_bytes(data)
+    return tmp_path
+
+
+def jsonl(folder: Path, *rows: object) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def table(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
+    return path
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def expected_ids(processor: Processor, *messages: dict[str, Any], generation_prompt: bool = True) -> tuple[int, ...]:
+    """Returns transformers' ids of messages. Parts of type image name one of PICTURES."""
+    shown = [
+        {**message, "content": [{**part, **_picture(part)} for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+    found = processor.apply_chat_template(
+        shown, tokenize=True, add_generation_prompt=generation_prompt, return_dict=True
+    )
+    return tuple(found["input_ids"][0])
+
+
+def _picture(part: dict[str, Any]) -> dict[str, Any]:
+    return {"image": PICTURES[part["image"]]} if part["type"] == "image" else {}
+
+
+def image(name: str) -> dict[str, Any]:
+    return {"type": "image", "image": name}
+
+
+def spans(ids: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Returns begin and number of tokens of each image in ids. The template has marks around images."""
+    begins = [place + 1 for place, token in enumerate(ids) if token == VISION_START]
+    ends = [place for place, token in enumerate(ids) if token == VISION_END]
+    assert all(set(ids[begin:end]) == {IMAGE_TOKEN} for begin, end in zip(begins, ends, strict=True))
+    return [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+# Forms of rows.
+
+TWO = (user(image("wide"), text("or"), image("tall"), text("?")),)
+"""A prompt with two images, as transformers takes it."""
+FORMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "OpenAI": lambda: {
+        "prompt": [
+            user(
+                {"type": "image_url", "image_url": {"url": URLS["wide"], "detail": "high"}},
+                text("or"),
+                {"type": "image_url", "image_url": {"url": URLS["tall"]}},
+                text("?"),
+            )
+        ]
+    },
+    "OpenAI responses": lambda: {
+        "prompt": [
+            user(
+                {"type": "input_image", "image_url": URLS["wide"]},
+                {"type": "input_text", "text": "or"},
+                {"type": "input_image", "image_url": URLS["tall"]},
+                {"type": "input_text", "text": "?"},
+            )
+        ]
+    },
+    "transformers": lambda: {
+        "prompt": [
+            user(
+                {"type": "image", "path": "wide.png"},
+                text("or"),
+                {"type": "image", "base64": URLS["tall"].partition(",")[2]},
+                text("?"),
+            )
+        ]
+    },
+    "Qwen": lambda: {"prompt": [user({"image": "wide.png"}, {"text": "or"}, {"image": URLS["tall"]}, {"text": "?"})]},
+    "TRL": lambda: {
+        "prompt": [user({"type": "image"}, text("or"), {"type": "image"}, text("?"))],
+        "images": ["wide.png", "tall.png"],
+    },
+    "verl": lambda: {
+        "prompt": [{"role": "user", "content": "<image>or<image>?"}],
+        "images": [{"image": "wide.png"}, {"path": "tall.png", "bytes": None}],
+    },
+    "a text": lambda: {"prompt": "<image>or<image>?", "images": ["wide.png", URLS["tall"]]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_tokens_of_transformers(load: Load, processor: Processor, folder: Path, form: str) -> None:
+    dataset = load(jsonl(folder, FORMS[form]()))
+    ids, images, sources = dataset.context(0)
+    assert ids == dataset.prompt_tokens(0) == expected_ids(processor, *TWO)
+    assert [(one.begin, one.num_tokens(MERGE)) for one in images] == spans(ids)
+    assert [source.read() for source in sources] == [FILES["wide"], FILES["tall"]]
+    assert dataset.image_sources(0) == sources
+    rules = dataset.encoder.images
+    assert rules is not None
+    assert [*images] == [rules.placed(source, one.begin) for source, one in zip(sources, images, strict=True)]
+    assert dataset.prompt_text(0) == "<image>or<image>?"
+
+
+def test_bytes_of_parquet_files(load: Load, processor: Processor, folder: Path) -> None:
+    given = [{"bytes": FILES["wide"], "path": "w.png"}, {"bytes": FILES["tall"], "path": None}]
+    markers = load(table(folder, {"prompt": [{"role": "user", "content": "<image>or<image>?"}], "images": given}))
+    assert markers.prompt_tokens(0) == expected_ids(processor, *TWO)
+    empty = {"type": None, "text": None, "image": None}
+    parts = [empty | {"type": "image", "image": one} for one in given]
+    content = [parts[0], empty | text("or"), parts[1], empty | text("?")]
+    inside = load(table(folder, {"prompt": [{"role": "user", "content": content}]}))
+    assert inside.context(0) == markers.context(0)
+    places = [empty | {"type": "image"}, empty | text("or"), empty | {"type": "image"}, empty | text("?")]
+    placed = load(table(folder, {"prompt": [{"role": "user", "content": places}], "images": given}))
+    assert placed.context(0) == markers.context(0)
+    raw = load(table(folder, {"prompt": "<image>or<image>?", "images": [FILES["wide"], FILES["tall"]]}))
+    assert raw.context(0) == markers.context(0)
+
+
+@pytest.mark.parametrize("given", ["square.png", ["square.png"], {"path": "square.png"}])
+def test_images_without_a_place_come_first(load: Load, processor: Processor, folder: Path, given: Any) -> None:
+    expected = expected_ids(processor, user(image("square"), text("What?")))
+    chat = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What?"}]
+    dataset = load(jsonl(folder, {"prompt": "What?", "pic": given}, {"prompt": chat, "pic": given}), columns=PIC)
+    assert dataset.prompt_tokens(0) == expected
+    with_system = expected_ids(processor, user(image("square"), text("What?")))
+    assert dataset.prompt_tokens(1)[-len(with_system) :] == with_system
+    assert dataset.prompt_text(1) == "Look.\n\n<image>What?"
+
+
+PIC = {"images_key": "pic"}
+
+
+def test_rows_with_and_without_images(load: Load, processor: Processor, folder: Path) -> None:
+    rows = ({"prompt": "One"}, {"prompt": "Two", "images": []}, {"prompt": "Three", "images": None})
+    dataset = load(jsonl(folder, *rows, {"prompt": "Four<image>", "images": ["square.png"]}))
+    for row, said in enumerate(("One", "Two", "Three")):
+        assert dataset.context(row) == (expected_ids(processor, {"role": "user", "content": said}), (), ())
+    assert dataset.prompt_tokens(3) == expected_ids(processor, user(text("Four"), image("square")))
+
+
+def test_a_mark_is_text_if_no_row_has_images(load: Load, processor: Processor, folder: Path) -> None:
+    rows = {"prompt": "Write <image>."}, {"prompt": "Write <image>.", "images": ["square.png"]}
+    assert load(jsonl(folder, rows[0])).prompt_text(0) == "Write <image>."
+    ignored = load(jsonl(folder, rows[1]), columns={"images_key": None})
+    assert ignored.prompt_tokens(0) == expected_ids(processor, {"role": "user", "content": "Write <image>."})
+
+
+def test_frames_are_images(load: Load, processor: Processor, folder: Path) -> None:
+    names = ("square", "square", "wide")
+    dataset = load(jsonl(folder, {"prompt": "<image><image><image>Go", "images": [f"{name}.png" for name in names]}))
+    assert dataset.prompt_tokens(0) == expected_ids(processor, user(*map(image, names), text("Go")))
+    first, second, third = dataset.context(0).images
+    assert first.key == second.key != third.key
+    assert second.begin > first.begin + first.num_tokens(MERGE), "the template has marks between images"
+
+
+def test_limits_of_pixels_change_the_tokens(load: Load, folder: Path) -> None:
+    path = jsonl(folder, {"prompt": "<image>", "images": ["square.png"]})
+    whole, half = load(path), load(path, images=schema.Images(max_pixels=28 * 28))
+    assert [one.num_tokens(MERGE) for one in (*whole.context(0).images, *half.context(0).images)] == [16, 4]
+    assert whole.context(0).images[0].key != half.context(0).images[0].key
+    assert whole.encoder.fingerprint() != half.encoder.fingerprint()
+
+
+# Runs that do not see.
+
+
+def test_runs_that_do_not_see_refuse_parts_and_ignore_the_column(load: Load, folder: Path) -> None:
+    for part in ({"type": "image", "image": "square.png"}, {"type": "image_url", "image_url": {"url": URLS["wide"]}}):
+        told = f"a part of type '{part['type']}'; expected text or parts of type 'text' .for images: set model.vision."
+        with pytest.raises(DataError, match=f"rows.jsonl:1: the row has a message's content has {told}"):
+            load(jsonl(folder, {"prompt": [user(part, text("?"))]}), sees=False)
+    dataset = load(jsonl(folder, {"prompt": "<image>?", "images": ["none.png"]}), sees=False)
+    assert dataset.prompt_text(0) == "<image>?" and dataset.context(0).images == ()
+
+
+def test_images_need_a_chat_template(load: Load, folder: Path) -> None:
+    told = r"rows.jsonl:1: the row has images under 'images', but data.chat_template is never; expected none"
+    with pytest.raises(DataError, match=told):
+        load(jsonl(folder, {"prompt": "?", "images": ["square.png"]}), chat_template="never")
+    assert load(jsonl(folder, {"prompt": "hi"}), chat_template="never").context(0).images == ()
+
+
+# Unusable rows.
+
+FEW, MANY, NONE = ["square.png"], ["square.png"] * 3, list[str]()
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer images than marks": ({"prompt": "<image><image>", "images": FEW}, "1 images, but 2 places"),
+    "more images than marks": ({"prompt": "<image>", "images": MANY}, "3 images, but 1 places"),
+    "no images for a mark": ({"prompt": "<image>", "images": NONE}, "0 images, but 1 places"),
+    "fewer images than parts": (
+        {"prompt": [user({"type": "image"}, {"type": "image"})], "images": FEW},
+        "1 images, but 2 places",
+    ),
+    "no images for a part": ({"prompt": [user({"type": "image"}, text("?"))]}, "a part of type 'image' has no image"),
+    "images twice": (
+        {"prompt": [user({"type": "image", "path": "square.png"})], "images": FEW},
+        "1 images, but 0 place",
+    ),
+    "the template's placeholder as text": (
+        {"prompt": "<image><|image_pad|>", "images": FEW},
+        r"cannot be shown: a text has '<|image_pad|>', which the chat template writes for images".replace("|", r"\|"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_another_number_of_images_than_places_is_refused_with_its_row(load: Load, folder: Path, case: str) -> None:
+    row, said = MISMATCHES[case]
+    path = jsonl(folder, {"prompt": "fine"}, row)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: the row .*{said}.*data\.on_bad_row=skip"):
+        load(path)
+    skipping = load(path, on_bad_row="skip")
+    assert (len(skipping), skipping.dropped.num_bad) == (1, 1)
+
+
+def cut(name: str) -> bytes:
+    return FILES[name][: len(FILES[name]) // 2]
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "missing file": ("none.png", r"none\.png cannot be used as an image: No such file"),
+    "no image": ("rows.jsonl", r"rows\.jsonl cannot be used as an image: cannot identify"),
+    "cut off": ("cut.png", r"cut\.png cannot be used as an image: "),
+    "URL": ("https://host/i.png", "nothing is downloaded"),
+    "video file": ("clip.mp4", "'clip.mp4' is a video; expected the frames of a video as images"),
+    "video in a URL": ("data:video/mp4;base64,AAAA", "is a video; expected the frames"),
+    "null": ([None], "an image is of type NoneType"),
+    "too narrow": ("narrow.png", "aspect ratio"),
+    "own size": ({"path": "square.png", "max_pixels": 784}, "max_pixels 784 of its own; .* data.images"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_unusable_image_is_refused_with_its_row(load: Load, folder: Path, case: str) -> None:
+    (folder / "cut.png").write_bytes(cut("square"))
+    Image.new("RGB", (1, 300)).save(folder / "narrow.png")
+    given, said = BROKEN[case]
+    path = jsonl(folder, {"prompt": "fine"}, {"prompt": "?", "images": given})
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: the row .*{said}.*data\.on_bad_row=skip"):
+        load(path)
+    skipping = load(path, on_bad_row="skip")
+    assert [skipping[row].number for row in range(len(skipping))] == [1]
+    assert skipping.dropped.bad == {"unusable images": 1}
+    assert "rows.jsonl:2" in skipping.dropped.problems[0]
+
+
+@pytest.mark.parametrize("part", [{"type": "video", "video": "clip.mp4"}, {"type": "video_url", "video_url": "x"}])
+def test_videos_are_refused_with_the_cure(load: Load, folder: Path, part: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"part of type 'video'; expected the frames of a video as images"):
+        load(jsonl(folder, {"prompt": [user(part, text("?"))]}))
+    of_verl = {"prompt": [{"role": "user", "content": "<video>?"}], "videos": ["clip.mp4"], "images": []}
+    with pytest.raises(DataError, match=r"videos under 'videos'; expected the frames of a video as images"):
+        load(jsonl(folder, of_verl))
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "gif", "bmp", "tiff"])
+def test_files_that_were_cut_off_are_found(load: Load, folder: Path, kind: str) -> None:
+    file = folder / f"i.{kind}"
+    picture(120, 120).save(file)
+    path = jsonl(folder, {"prompt": "?", "images": [file.name]})
+    assert len(load(path)) == 1
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 3 // 4])
+    with pytest.raises(DataError, match=rf"i\.{kind} cannot be used as an image"):
+        load(path)
+
+
+def test_the_full_check_decodes_images(load: Load, folder: Path) -> None:
+    damaged = bytearray(FILES["square"])
+    damaged[len(damaged) // 2] ^= 255
+    (folder / "damaged.png").write_bytes(damaged)
+    path = jsonl(folder, {"prompt": "?", "images": ["damaged.png"]})
+    assert len(load(path)) == 1
+    with pytest.raises(DataError, match=r"damaged\.png cannot be used as an image"):
+        load(path, images=schema.Images(check="full"))
+
+
+# Lengths.
+
+
+def test_prompts_with_too_many_tokens_of_images_are_left_out(load: Load, processor: Processor, folder: Path) -> None:
+    row = {"prompt": "<image>or<image>?", "images": ["wide.png", "tall.png"]}
+    num_tokens = len(expected_ids(processor, *TWO))
+    for limit, kept in ((num_tokens - 1, 1), (num_tokens, 2)):
+        dataset = load(jsonl(folder, {"prompt": "?"}, row), max_prompt_tokens=limit)
+        assert (len(dataset), dataset.dropped.num_too_long) == (kept, 2 - kept)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bound_on_lengths_is_one(load: Load, folder: Path, form: str) -> None:
+    dataset = load(jsonl(folder, FORMS[form]()))
+    prompt, encoder = dataset[0].prompt, dataset.encoder
+    assert len(dataset.context(0).ids) == encoder.num_tokens(prompt) <= encoder.length_bound(prompt) < 200
+
+
+def test_a_thousand_rows_are_checked_by_their_headers(load: Load, folder: Path) -> None:
+    picture(1200, 1600).resize((1600, 1200)).save(folder / "photo.jpg")
+    rows = [{"prompt": f"<image>{number}", "images": ["photo.jpg"]} for number in range(1000)]
+    path = jsonl(folder, *rows)
+    began = time.process_time()
+    assert len(load(path)) == 1000
+    assert time.process_time() - began < 10, "decoding them takes half a minute"
+
+
+# Demonstrations and pairs.
+
+
+def config(checkpoint: Path, path: Path, algorithm: str = "sft", **data: Any) -> schema.Config:
+    columns = {"label_key": None, "response_key": data.pop("response_key", "response")}
+    return schema.Config(
+        algorithm=algorithm,
+        model=schema.Model(path=str(checkpoint), vision=schema.VisionSettings()),
+        data=schema.Data(train=schema.PromptFile(path=str(path), **columns), shuffle=False, **data),
+        batch=schema.Batch(prompts_per_step=2),
+        placement={"actor": 0} | ({"reference": 0} if algorithm == "dpo" else {}),
+        steps=1,
+    )
+
+
+def said(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def test_demonstrations_have_keys_and_positions_of_images(checkpoint: Path, processor: Processor, folder: Path) -> None:
+    conversation = [*(user({"type": "image", "path": "wide.png"}, text("a")), said("b"))]
+    conversation += [user(text("c"), {"type": "image", "path": "tall.png"}), said("d")]
+    path = jsonl(folder, {"prompt": conversation}, {"prompt": [user(text("e")), said("f")]})
+    demonstrations = Demonstrations(config(checkpoint, path, response_key=None))
+    experience = demonstrations.for_step(0)
+    ids = expected_ids(
+        processor,
+        *(user(image("wide"), text("a")), said("b"), user(text("c"), image("tall")), said("d")),
+        generation_prompt=False,
+    )[:-1]
+    first, last = experience.lengths.tolist()
+    assert tuple(experience.tokens[:first].tolist()) == ids
+    trained = experience.tokens[:first][experience.response_mask[:first]].tolist()
+    assert str(demonstrations.train.encoder.tokenizer.decode(trained)) == "b<|im_end|>d<|im_end|>"
+    rules = demonstrations.train.encoder.images
+    assert rules is not None
+    placed = [
+        rules.placed(ImageSource(None, FILES[name]), begin)
+        for name, (begin, _) in zip(("wide", "tall"), spans(ids), strict=True)
+    ]
+    expected = torch.zeros(first + last, dtype=torch.int64)
+    for one in placed:
+        expected[one.begin : one.begin + one.num_tokens(MERGE)] = one.key
+    assert experience.image_keys.tolist() == expected.tolist()
+    assert experience.rope_positions.dtype == torch.int32
+    assert experience.rope_positions[:first].T.tolist() == rope_positions(first, placed, MERGE).tolist()
+    assert experience.rope_positions[first:].tolist() == [[place] * 3 for place in range(last)]
+    assert [source.read() for source in demonstrations.train.image_sources(0)] == [FILES["wide"], FILES["tall"]]
+
+
+def test_runs_that_do_not_see_have_no_fields_of_images(checkpoint: Path, folder: Path) -> None:
+    path = jsonl(folder, {"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"})
+    blind = config(checkpoint, path)
+    blind = blind.model_copy(update={"model": blind.model.model_copy(update={"vision": None})})
+    experience = Demonstrations(blind).for_step(0)
+    assert not experience.has("image_keys") and not experience.has("rope_positions")
+    seeing = Demonstrations(config(checkpoint, path)).for_step(0)
+    assert seeing.image_keys.tolist() == [0] * seeing.num_tokens
+    assert seeing.tokens.tolist() == experience.tokens.tolist()
+
+
+@pytest.mark.parametrize(("positions", "has_second"), [(200, True), (60, False)])
+def test_cut_samples_have_whole_images(load: Load, folder: Path, positions: int, has_second: bool) -> None:
+    conversation = [*(user({"type": "image", "path": "wide.png"}, text("a")), said("b"))]
+    conversation += [user(text("c"), {"type": "image", "path": "tall.png"}), said("d")]
+    dataset = load(
+        jsonl(folder, {"prompt": conversation}),
+        "response",
+        ModelLimits(max_positions=positions),
+        columns={"response_key": None},
+        on_long_row="cut",
+    )
+    ((ids, learnt, images),) = dataset.samples(0)
+    begin, end = images[1].begin, images[1].begin + images[1].num_tokens(MERGE)
+    assert begin < 60 < end
+    assert dataset.limit.kept(learnt, images) == (len(ids) if has_second else begin)
+    assert dataset.dropped.num_cut == (not has_second)
+
+
+def test_both_samples_of_a_pair_have_its_images(checkpoint: Path, folder: Path) -> None:
+    apart = {"prompt": "<image>?", "images": ["square.png"], "chosen": "x", "rejected": "y"}
+    question = {"role": "user", "content": "<image>?"}
+    whole = {"chosen": [question, said("x")], "rejected": [question, said("y")], "images": ["square.png"]}
+    pairs = Preferences(config(checkpoint, jsonl(folder, apart, whole), "dpo"))
+    experience = pairs.for_step(0)
+    assert experience.num_samples == 4 and len({*experience.lengths.tolist()}) == 1
+    counts = [int((keys != 0).sum()) for keys in experience.image_keys.split(experience.lengths.tolist())]
+    assert counts == [16] * 4
+    assert len({*experience.image_keys.tolist()}) == 2, "text and one image"
+    assert [len(pairs.train.image_sources(row)) for row in range(2)] == [1, 1]
+
+
+def test_an_image_of_the_assistant_is_refused(load: Load, folder: Path) -> None:
+    shows = {"role": "assistant", "content": [{"type": "image", "path": "square.png"}]}
+    with pytest.raises(DataError, match="a message of the assistant has an image"):
+        load(jsonl(folder, {"prompt": [user(text("draw")), shows]}), "response", columns={"response_key": None})
+
+
+def test_a_placeholder_in_a_response_is_refused(load: Load, folder: Path) -> None:
+    path = jsonl(folder, {"prompt": "a", "response": "<|image_pad|>"})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row cannot be shown: a text has '<.image_pad.>'"):
+        load(path, "response")
+
+
+# The identity of a run's rows.
+
+
+def test_the_content_of_images_decides_and_not_their_place(checkpoint: Path, load: Load, folder: Path) -> None:
+    settings = config(checkpoint, folder / "rows.jsonl")
+
+    def rows_of(given: str, prompt: str = "?") -> object:
+        return identity(settings, load(jsonl(folder, {"prompt": prompt, "images": [given]})))["rows"]
+
+    (folder / "moved").mkdir()
+    (folder / "moved" / "other.png").write_bytes(FILES["square"])
+    assert rows_of("square.png") == rows_of("moved/other.png") == rows_of(URLS["square"])
+    assert rows_of("square.png") != rows_of("wide.png")
+    assert rows_of("square.png") != rows_of("square.png", "!")
