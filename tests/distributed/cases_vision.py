@@ -1,0 +1,85 @@
+"""The ranks of test_vision: tiny vision-language models in many parallel layouts, in one world of four ranks."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rltrain.config import schema
+from rltrain.config.models import Lora
+from rltrain.data.experience import Experience
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.adapters import begin_adapters
+from rltrain.training.megatron.backend import TrainableModel
+from rltrain.training.megatron.model import add_adapters
+from tests.support.trained_models import gradient_differences, groups_on, in_training, of_replica
+from tests.support.vision_samples import SAMPLES, experience_of, open_store, seeing_model, summed_logprobs
+
+ALL = (0, 1, 2, 3)
+
+
+class Way(NamedTuple):
+    """A layout, settings of the model, and of its training."""
+
+    grid: Grid
+    settings: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+
+
+WAYS = {
+    "one": Way(Grid((0,))),
+    "tp2": Way(Grid((1, 2), tp=2)),
+    "tp2_sp": Way(Grid((0, 1), tp=2), {"sequence_parallel": True}),
+    "pp2": Way(Grid((2, 3), pp=2, layers_per_stage=(2, 0))),
+    "pp2_vpp2": Way(Grid((0, 2), pp=2, vpp=2, layers_per_stage=(2, 0, 0, 0))),
+    "cp2": Way(Grid((0, 3), cp=2)),
+    "cp2_by_heads": Way(Grid((1, 3), cp=2), {"cp_communication": "all_to_all"}),
+    "dp2": Way(Grid((2, 3))),
+    "tp2_sp_cp2": Way(Grid(ALL, tp=2, cp=2), {"sequence_parallel": True}),
+    "tp2_sp_pp2": Way(Grid(ALL, tp=2, pp=2, layers_per_stage=(2, 0)), {"sequence_parallel": True}),
+    "ep2": Way(Grid((0, 1), ep=2)),
+    "tp2_ep2": Way(Grid(ALL, tp=2, ep=2)),
+    "pp2_ep2": Way(Grid(ALL, pp=2, ep=2, layers_per_stage=(2, 0))),
+}
+MAX_TOKENS = 60
+
+
+def differences(folder: str, asked: dict[str, list[str]]) -> dict[str, Any]:
+    """Returns the differences from transformers for every kind of model in the layouts `asked` for."""
+    groups = groups_on(way.grid for way in WAYS.values())
+    store = open_store(Path(folder), dist.get_rank())
+    found = {}
+    for kind, names in asked.items():
+        for name in names:
+            if dist.get_rank() in WAYS[name].grid.ranks:
+                found[f"{kind}/{name}"] = _differences(Path(folder, kind), name, groups, store)
+    return found
+
+
+def _differences(folder: Path, name: str, groups: ProcessGroups, store: ImageStore) -> dict[str, Any]:
+    trained, samples = _trained(folder, name, groups, store, distributed_optimizer=False), _share(name)
+    expected = load_file(folder / "expected.safetensors")["logprobs"].split(experience_of(SAMPLES).lengths.tolist())
+    logprobs = trained.evaluate(samples, max_tokens=MAX_TOKENS)
+    of_share = torch.cat([expected[number] for number in samples.sample_ids.tolist()])
+    gradients = gradient_differences(trained, folder / "gradients", samples, summed_logprobs, 1)
+    return {
+        "logprobs": float((logprobs - of_share).abs().max()),
+        "gradients": gradients,
+        "parameters": [name for name, _ in trained.layout.on(dist.get_rank()).parameters],
+    }
+
+
+def _trained(folder: Path, name: str, groups: ProcessGroups, store: ImageStore, **settings: Any) -> TrainableModel:
+    way = WAYS[name]
+    model = seeing_model(folder, way.grid, groups, store, **way.settings)
+    return in_training(model, updates=4, max_tokens=MAX_TOKENS, optimizer={"lr": 1e-2}, **settings)
+
+
+def _share(name: str) -> Experience:
+    return of_replica(experience_of(SAMPLES), WAYS[name].grid)
