@@ -64,6 +64,7 @@ class Training(NamedTuple):
 
 OVERLAPPED = {"overlap": True, "gradient_bucket_mb": 0.02}
 ADAPTERS = Lora(rank=4, targets=("q_proj", "down_proj"))
+ADAPTED_TOWER = Lora(rank=4, vision=True)
 TRAININGS = {
     "whole": {
         "one": Training("one"),
@@ -86,6 +87,14 @@ TRAININGS = {
         "tp2_sp_dp2": Training("tp2_sp_dp2", lora=ADAPTERS),
         "pp2_dp2 overlapped": Training("pp2_dp2", OVERLAPPED, lora=ADAPTERS),
     },
+    "adapters of the tower": {
+        "one": Training("one", lora=ADAPTED_TOWER),
+        "tp2_sp_dp2": Training("tp2_sp_dp2", lora=ADAPTED_TOWER),
+        "pp2_dp2 overlapped": Training("pp2_dp2", OVERLAPPED, lora=ADAPTED_TOWER),
+        "pp2_vpp2": Training("pp2_vpp2", lora=ADAPTED_TOWER),
+        "cp2_dp2": Training("cp2_dp2", lora=ADAPTED_TOWER),
+    },
+    "experts": {"one": Training("one"), "ep2": Training("ep2"), "tp2_ep2": Training("tp2_ep2", OVERLAPPED)},
 }
 """Ways to train the same weights, by what is trained. The first of each is the baseline."""
 BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -141,7 +150,8 @@ def steps(folder: str) -> dict[str, Any]:
     for what, trainings in TRAININGS.items():
         for name, training in trainings.items():
             if dist.get_rank() in WAYS[training.way].grid.ranks:
-                found[f"{what}/{name}"] = _steps(Path(folder, "qwen3_vl"), training, groups, store)
+                kind = "qwen3_vl_moe" if what == "experts" else "qwen3_vl"
+                found[f"{what}/{name}"] = _steps(Path(folder, kind), training, groups, store)
     return found
 
 
