@@ -222,9 +222,7 @@ def test_features_are_kept_within_their_space(model: Model, serve: Callable[...,
     assert [encoded(key) for key in (13, 12, 15)] == [1, 0, 1], "the image of 16 tokens was used least recently"
 
 
-def test_new_weights_of_the_tower_change_features(
-    model: Model, store: ImageStore, serve: Callable[..., Served]
-) -> None:
+def test_new_weights_of_the_tower_change_features(model: Model, serve: Callable[..., Served]) -> None:
     engine, images = serve()
     samples = mixed_samples()
     before = engine.generate(samples, GREEDY)
@@ -236,9 +234,21 @@ def test_new_weights_of_the_tower_change_features(
     after = engine.generate(samples, GREEDY)
     tensor.copy_(kept)
     assert images.metrics() == {"images/engine_encoded": 10}
-    assert [one.logprobs == other.logprobs for one, other in zip(before, after, strict=True)] == [
-        not one.images for one in samples
-    ]
+    are_equal = [one.logprobs == other.logprobs for one, other in zip(before, after, strict=True)]
+    assert are_equal == [not one.images for one in samples]
+
+
+def test_features_of_a_frozen_tower_outlast_updates(serve: Callable[..., Served]) -> None:
+    engine, images = serve(trains=False)
+    samples = mixed_samples()
+    for version in (1, 2):
+        engine.generate(samples, GREEDY)
+        engine.begin_update()
+        engine.end_update(version)
+    assert images.metrics() == {"images/engine_encoded": 5}
+    engine.release_cache()
+    engine.generate(samples, GREEDY)
+    assert images.metrics() == {"images/engine_encoded": 5}, "their memory is for others while the engine is away"
 
 
 def test_context_may_not_end_with_an_image(serve: Callable[..., Served]) -> None:
