@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from rltrain.config.models import VisionSettings
 from rltrain.errors import DataError
 from rltrain.models.vision import Tower
 from rltrain.models.vision_tower import patches_of
 from rltrain.rollout.embedded import generation
+from rltrain.rollout.embedded.block_tables import GB
 from rltrain.rollout.embedded.images import keyed
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.workspace import workspace
+from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
+from tests.support.live_bytes import LiveBytes
 from tests.support.vision_checkpoints import HIDDEN, IMAGE_TOKEN, MERGE, VOCAB_SIZE, load_model, write_checkpoint
 from tests.support.vision_engines import (
     MEAN,
@@ -266,3 +272,36 @@ def test_keys_differ_by_image_and_row() -> None:
     assert len(negative) == len({*negative}) == 8
     plain = sample_of(0, text(3, 0))
     assert keyed(plain, MERGE) is plain
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_no_more_is_live_than_the_workspace(model: Model, tmp_path: Path) -> None:
+    """The images fill several pieces of the tower, and some of their features are kept."""
+    store, count = filled_store(tmp_path), 48
+    for key in range(100, 100 + count):
+        store.put(key, np.full((1, 56, 56, 3), key, np.uint8), 0)
+    samples = [replace(sample_of(number, text(3, number), 15, text(2, 1)), seed=number) for number in range(count)]
+    samples = [replace(one, images=(one.images[0]._replace(key=100 + one.id),)) for one in samples]
+    num_tokens = count * (len(samples[0].prompt) - 1)
+    settings = VisionSettings(max_patches=1024, engine_cache_gb=2e-5)
+    engine, _ = start_engine(
+        model.ours,
+        store,
+        cache_bytes=settings.engine_cache_gb * GB,
+        max_patches=settings.max_patches,
+        max_running_requests=count,
+    )
+    sampling = SamplingParams(1.0, 1.0, 0, 2, ())
+    engine.generate(samples, sampling)  # allocates its cache
+    engine.forget_images()
+    with LiveBytes() as live:
+        engine.generate([replace(one, id=count + one.id) for one in samples], sampling)
+    needed = workspace(
+        model.ours.architecture,
+        Grid((0,)),
+        num_running=count,
+        prefill_tokens=num_tokens,
+        item_bytes=4,
+        vision=settings,
+    )
+    assert 0.5 * needed.generating < live.most < needed.generating
