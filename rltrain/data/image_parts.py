@@ -87,6 +87,20 @@ def without_sources(message: Message) -> dict[str, Any]:
     return {**message, "content": [{"type": IMAGE} if part["type"] == IMAGE else part for part in parts]}
 
 
+def with_references(message: Message) -> dict[str, Any]:
+    """Returns the message with paths or data URLs in its parts of type image, for JSON. Raises DataError like
+    `with_sources`."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    parts = with_sources(message)["content"]
+    return {**message, "content": [_reference(part) if part["type"] == IMAGE else part for part in parts]}
+
+
+def _reference(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {**part, "image": part["image"] and part["image"].reference}
+
+
 def written(content: Any) -> str:
     """Returns a message's content as text, with MARK for images. The parts are those of `with_sources`."""
     if content is None or isinstance(content, str):

@@ -5,11 +5,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rltrain.config import schema
+from rltrain.data.image_parts import with_references
 from rltrain.data.images import Context, ImageSource
 from rltrain.data.prompt_rows import (
     NO_LIMIT,
@@ -114,8 +116,17 @@ class PromptDataset:
         return self.context(index).ids
 
     def image_sources(self, index: int) -> tuple[ImageSource, ...]:
-        """Returns all images of the row: those of the prompt, then those of given responses."""
-        return self.rows[index].images
+        """Returns all images of the row: those of the prompt, then those of given responses. Without model.vision there
+        are none."""
+        return self.rows[index].images if self.encoder.images is not None else ()
+
+    def messages(self, index: int) -> Sequence[Mapping[str, Any]]:
+        """Returns the row's prompt as chat messages in JSON values, or () if it is a text. Images are paths or data
+        URLs."""
+        prompt = self.rows[index].prompt
+        if isinstance(prompt, str):
+            return ()
+        return prompt if self.encoder.images is None else [with_references(message) for message in prompt]
 
     def samples(self, index: int) -> list[Encoded]:
         """Returns the row's sample as ids, or both samples of a pair. They are complete. `limit` has the number of

@@ -127,8 +127,7 @@ class Scorables:
     def _asked_for(self, row: int, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if "messages" in self.fields:
-            prompt = self.dataset[row].prompt
-            values["messages"] = () if isinstance(prompt, str) else prompt
+            values["messages"] = self.dataset.messages(row)
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
             values["label_value"] = self.columns.label_value(row, columns)
@@ -342,8 +341,8 @@ class HandedOver:
 class GroupScoring:
     """The scoring of groups on an engine's first rank, together with role reward there.
 
-    Implements `rollout.groups.GroupFilter`. Reward functions run in separate processes. A trusted one is called at
-    once, so its result is known before the next decode step.
+    Reward functions run in separate processes. A trusted one is called at once, so its result is known before the next
+    decode step.
     """
 
     def __init__(
@@ -359,37 +358,33 @@ class GroupScoring:
         """Groups of finished chunks by (step, chunk), until a task reports them."""
         self._pending: dict[int, PendingScores] = {}
         """Scores in progress, by position."""
-        self._doubtful: dict[int, Experience] = {}
-        """Scored groups by position. They are dropped unless too many others were."""
         self._since = HandedOver()
         """Counts since the last hand-over."""
 
-    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> list[Verdict]:
+    def verdicts(self, groups: Mapping[int, SampleGroup], step: int, may_drop: Callable[[int], bool]) -> list[Verdict]:
+        """Returns the decisions known so far on `groups`, given by position (see `rollout.groups.Verdicts`)."""
         for position, group in groups.items():
             if position not in self._pending:
                 samples = self.scorables(pack_groups([group], [position]), step)
                 self._pending[position] = self.scorer.begin(samples)
         known = [position for position in groups if self._pending[position].is_done]
-        return [self._verdict(position, groups[position]) for position in known]
+        return [self._verdict(position, groups[position], step, may_drop) for position in known]
 
-    def _verdict(self, position: int, group: SampleGroup) -> Verdict:
+    def _verdict(self, position: int, group: SampleGroup, step: int, may_drop: Callable[[int], bool]) -> Verdict:
         pending = self._pending.pop(position)
         scores = self.scorer.wait(pending)
         reason = self.dropped_for(pending.samples, scores)
-        if reason is not None:
-            self._doubtful[position] = with_scores(pack_groups([group], [position]), scores)
-        return Verdict(position, reason, json.dumps(scores.record()))
+        if reason is not None and may_drop(step):
+            self._drop(with_scores(pack_groups([group], [position]), scores), step, reason)
+            return Verdict(position, is_dropped=True)
+        self._since.num_spared += reason is not None
+        return Verdict(position, is_dropped=False, record=json.dumps(scores.record()))
 
-    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
+    def _drop(self, group: Experience, step: int, reason: str) -> None:
         self._since.dropped[reason] += 1
-        self._since.dropped_groups.append(self._doubtful.pop(group.position))
+        self._since.dropped_groups.append(group)
         if self.log is not None:
-            ids = [sample.id for sample in group.samples]
-            self.log.append({"step": step, "reason": reason, "sample_ids": ids})
-
-    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        self._doubtful.pop(group.position, None)
-        self._since.num_spared += 1
+            self.log.append({"step": step, "reason": reason, "sample_ids": group.sample_ids.tolist()})
 
     def hand_over(
         self, step: int, chunk: int, experience: Experience, groups: Iterable[tuple[SampleGroup, str]]

@@ -25,7 +25,7 @@ from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.table import Array
 from rltrain.reshard.changes import changes_on
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.servers.disk_weights import encoded, write_changes
+from rltrain.rollout.delta_form import encoded, write_changes
 from rltrain.rollout.servers.in_sglang import rltrain_delta_files
 from rltrain.runtime.grid import Grid
 from rltrain.training.shards import answered_for, replica_of, within

@@ -30,8 +30,8 @@ from rltrain.planning.memory import (
     working_bytes,
 )
 from rltrain.planning.optimizer_memory import STAGING_BYTES, orthogonalizing_s
+from rltrain.planning.options import best_changes
 from rltrain.planning.planned import PlannedJob, Workload, plan_job, served_bytes
-from rltrain.planning.search import best_changes
 from rltrain.planning.task_time import TrainingTime
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_models import check_against_architecture

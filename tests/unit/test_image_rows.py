@@ -524,3 +524,19 @@ def test_the_content_of_images_decides_and_not_their_place(checkpoint: Path, loa
     assert rows_of("square.png") == rows_of("moved/other.png") == rows_of(URLS["square"])
     assert rows_of("square.png") != rows_of("wide.png")
     assert rows_of("square.png") != rows_of("square.png", "!")
+
+
+def test_rewards_and_samples_get_images_as_paths_or_data_urls(folder: Path, load: Load) -> None:
+    """They are JSON, and a run without a vision tower has none."""
+    row = {
+        "images": [{"path": str(folder / "square.png"), "bytes": None}, {"path": None, "bytes": FILES["wide"]}],
+        "prompt": [user({"type": "image"}, text("?"), {"type": "image"})],
+    }
+    dataset = load(table(folder, row))
+    (message,) = json.loads(json.dumps(dataset.messages(0)))
+    first, _, second = message["content"]
+    assert first == {"type": "image", "image": str(folder / "square.png")}
+    assert base64.b64decode(second["image"].partition(",")[2]) == FILES["wide"]
+    assert [source.reference for source in dataset.image_sources(0)] == [first["image"], second["image"]]
+    texts = load(jsonl(folder, {"prompt": [user(text("?"))]}), sees=False)
+    assert [*texts.messages(0)] == [{"role": "user", "content": "?"}] and texts.image_sources(0) == ()
