@@ -26,7 +26,7 @@ def keys_of(experience: Experience) -> list[int]:
 
 def asked(message: Tensor) -> list[int]:
     """Returns the keys in a request, the bytes of an int64 tensor."""
-    keys: list[int] = message.view(torch.int64).tolist()
+    keys: list[int] = message.numpy().view(np.int64).tolist()
     return keys
 
 
@@ -45,17 +45,18 @@ def encode_images(store: ImageStore, keys: Sequence[int]) -> list[Tensor]:
 
 def decode_images(message: Tensor) -> Iterator[tuple[int, Pixels]]:
     """Yields the keys and pixels of an answer. Raises ExchangeError if it is damaged."""
-    numbers = message[: len(message) // NUMBER_BYTES * NUMBER_BYTES].view(torch.int64)
+    content: np.ndarray = message.numpy()
+    numbers = content[: len(content) // NUMBER_BYTES * NUMBER_BYTES].view(np.int64)
     num_images = int(numbers[0]) if len(numbers) else -1
-    rows = numbers[1 : 1 + ROW * num_images].view(-1, ROW).tolist() if 0 <= num_images <= len(numbers) // ROW else []
+    rows = numbers[1 : 1 + ROW * num_images].reshape(-1, ROW).tolist() if 0 <= num_images <= len(numbers) // ROW else []
     sizes = [3 * frames * height * width for _, frames, height, width in rows]
     begin = NUMBER_BYTES * (1 + ROW * num_images)
-    if len(rows) != num_images or len(message) != begin + sum(sizes):
+    if len(rows) != num_images or len(content) != begin + sum(sizes):
         raise ExchangeError(
-            f"{len(message)} bytes with {num_images} images arrived; expected {begin + sum(sizes)} bytes. They were "
+            f"{len(content)} bytes with {num_images} images arrived; expected {begin + sum(sizes)} bytes. They were "
             "damaged in transit, or ranks run different versions of rltrain"
         )
     for (key, *shape), size in zip(rows, sizes, strict=True):
-        pixels: Pixels = np.asarray(message[begin : begin + size].numpy()).reshape(*shape, 3)
+        pixels: Pixels = content[begin : begin + size].reshape(*shape, 3)
         begin += size
         yield key, pixels

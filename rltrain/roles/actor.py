@@ -37,6 +37,7 @@ from rltrain.data.demonstrations import Demonstrations, GivenTexts
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
 from rltrain.errors import ParityError
+from rltrain.exchange.images import keys_of
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -427,6 +428,10 @@ class ActorRole(TrainedRole):
             "perf/train_tokens_per_s": tokens_per_s,
             "perf/train_tokens_per_gpu_s": tokens_per_s / len(self.grid.ranks),
         }
+        if self.job.shape.sees:
+            shown = torch.tensor([int((experience.image_keys > 0).sum()), len(keys_of(experience))])
+            of_step = self._total(shown).tolist()
+            metrics |= dict(zip(("images/tokens", "images/distinct"), of_step, strict=True))
         if self.training_data is not None:
             metrics |= self._row_metrics(experience)
         if self.algorithm.generates:

@@ -66,6 +66,8 @@ UPDATE = (
     Metric("train/overflowed_updates", "", "skipped steps that a smaller loss scale may save"),
     Metric("train/long_rows", "rows", "rows of data.train left out or cut by data.on_long_row"),
     Metric("train/tokens", "tokens", "prompt and response tokens trained on in the step"),
+    Metric("images/tokens", "tokens", "tokens of images among train/tokens, with model.vision"),
+    Metric("images/distinct", "images", "different images trained on in the step, on each replica, summed"),
     Metric("train/reward_kl", "nats", "mean over responses of the KL per token, with loss.kl.where: reward"),
     Metric("train/kl_coef", "", "coefficient of the KL subtracted from the rewards"),
     Metric("train/overlong_penalty", "", "mean of advantages.overlong_penalty over the samples, at most 0"),
@@ -143,6 +145,11 @@ GENERATE = (
         "rollout/kv_evictions",
         "samples",
         "conversations that lost their keys and values between two turns for lack of room, on the same engine",
+    ),
+    Metric(
+        "images/engine_encoded",
+        "images",
+        "images encoded by the embedded engine for prompts and observations, with model.vision, on the same engine",
     ),
     Metric("rollout/servers", "servers", "servers available to the reporting rank, with rollout.engine http"),
     Metric(

@@ -67,14 +67,14 @@ def grpo(model: Path, train: Path, held_out: Path, steps: int, **sections: Any) 
         "placement": {"actor, rollout, reward": 0},
         "model": {"path": str(model), "dtype": "float32", "vision": {}},
         "data": {"train": {"path": str(train)}, "eval": {"path": str(held_out)}, "max_prompt_tokens": 64},
-        "actor": {"optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": "linear", "clip_grad": 1.0}},
+        "actor": {"optimizer": {"lr": 8e-4, "beta2": 0.99, "warmup_steps": 2, "decay": "linear", "clip_grad": 1.0}},
         "rollout": {
             "sampling": {"temperature": 1.0, "max_response_tokens": 2},
             "max_context_tokens": 66,
             "max_running_requests": 128,
         },
         "reward": {"function": "exact_match"},
-        "batch": {"prompts_per_step": 16, "samples_per_prompt": 8},
+        "batch": {"prompts_per_step": 32, "samples_per_prompt": 8, "mini_batches": 2},
         "loss": {"old_logprobs": "rollout"},
         "evaluation": {"interval": steps},
     } | sections

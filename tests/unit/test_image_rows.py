@@ -534,6 +534,16 @@ def test_the_content_of_images_decides_and_not_their_place(checkpoint: Path, loa
     assert rows_of("square.png") != rows_of("square.png", "!")
 
 
+def test_images_of_a_row_are_paths_or_data_urls_and_none_without_a_tower(folder: Path, load: Load) -> None:
+    row = {
+        "images": [{"path": str(folder / "square.png"), "bytes": None}, {"path": None, "bytes": FILES["wide"]}],
+        "prompt": [user({"type": "image"}, text("?"), {"type": "image"})],
+    }
+    first, second = (source.reference for source in load(table(folder, row)).image_sources(0))
+    assert first == str(folder / "square.png") and base64.b64decode(second.partition(",")[2]) == FILES["wide"]
+    assert load(jsonl(folder, {"prompt": [user(text("?"))]}), sees=False).image_sources(0) == ()
+
+
 # Later turns.
 
 PLAIN = """
