@@ -174,7 +174,7 @@ def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
     merge = 1 if encoder.images is None else encoder.images.merge
     text = encoder.tokenizer.decode(shown.shortened(merge))
     cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
-    images = f", {len(shown.images)} images" if shown.images else ""
+    images = f", images: {len(shown.images)}" if shown.images else ""
     return f"{row.origin} as the model is shown it ({len(shown.ids)} tokens{images}{cut}): {text[:SHOWN_CHARACTERS]!r}"
 
 
