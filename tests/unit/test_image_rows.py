@@ -228,6 +228,16 @@ def test_bytes_of_parquet_files(load: Load, processor: Processor, folder: Path) 
     assert raw.context(0) == markers.context(0)
 
 
+def test_images_inside_of_another_column(load: Load, processor: Processor, folder: Path) -> None:
+    rows = {"prompt": "<image>", "more": {"images": ["square.png"]}}, {"prompt": "none", "more": {}}
+    dataset = load(jsonl(folder, *rows), columns={"images_key": "more.images"})
+    assert dataset.prompt_tokens(0) == expected_ids(processor, user(image("square")))
+    assert dataset.image_sources(1) == ()
+    path = table(folder, {"images": ["square.png"]})
+    with pytest.raises(DataError, match="none of the columns prompt; its columns are images"):
+        load(path)
+
+
 @pytest.mark.parametrize("given", ["square.png", ["square.png"], {"path": "square.png"}])
 def test_images_without_a_place_come_first(load: Load, processor: Processor, folder: Path, given: Any) -> None:
     expected = expected_ids(processor, user(image("square"), text("What?")))
@@ -277,13 +287,21 @@ def test_limits_of_pixels_change_the_tokens(load: Load, folder: Path) -> None:
 # Runs that do not see.
 
 
-def test_runs_that_do_not_see_refuse_parts_and_ignore_the_column(load: Load, folder: Path) -> None:
+def test_runs_that_do_not_see_refuse_images(load: Load, folder: Path) -> None:
     for part in ({"type": "image", "image": "square.png"}, {"type": "image_url", "image_url": {"url": URLS["wide"]}}):
         told = f"a part of type '{part['type']}'; expected text or parts of type 'text' .for images: set model.vision."
         with pytest.raises(DataError, match=f"rows.jsonl:1: the row has a message's content has {told}"):
             load(jsonl(folder, {"prompt": [user(part, text("?"))]}), sees=False)
-    dataset = load(jsonl(folder, {"prompt": "<image>?", "images": ["none.png"]}), sees=False)
-    assert dataset.prompt_text(0) == "<image>?" and dataset.context(0).images == ()
+    row = {"prompt": "<image>?"}
+    images = ["none.png", [URLS["wide"]], [{"path": "none.JPG", "bytes": None}]]
+    for path in (*(jsonl(folder, row | {"images": one}) for one in images), table(folder, row | {"images": [b"x"]})):
+        told = "has images under 'images'; expected model.vision, which shows them, or images_key null"
+        with pytest.raises(DataError, match=f"rows.* ?1: the row {told}"):
+            load(path, sees=False)
+    for others in ([], None, "three", [1, 2], {"path": None}):
+        dataset = load(jsonl(folder, row | {"images": others}), sees=False)
+        assert dataset.prompt_text(0) == "<image>?" and dataset.context(0).images == ()
+    assert len(load(jsonl(folder, row | {"images": ["none.png"]}), columns={"images_key": None}, sees=False)) == 1
 
 
 def test_images_need_a_chat_template(load: Load, folder: Path) -> None:
@@ -338,6 +356,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "video file": ("clip.mp4", "'clip.mp4' is a video; expected the frames of a video as images"),
     "video in a URL": ("data:video/mp4;base64,AAAA", "is a video; expected the frames"),
     "null": ([None], "an image is of type NoneType"),
+    "half a letter": ("\ud83d.png", "half of a surrogate pair"),
     "too narrow": ("narrow.png", "aspect ratio"),
     "own size": ({"path": "square.png", "max_pixels": 784}, "max_pixels 784 of its own; .* data.images"),
 }
@@ -353,7 +372,7 @@ def test_an_unusable_image_is_refused_with_its_row(load: Load, folder: Path, cas
         load(path)
     skipping = load(path, on_bad_row="skip")
     assert [skipping[row].number for row in range(len(skipping))] == [1]
-    assert skipping.dropped.bad == {"unusable images": 1}
+    assert skipping.dropped.bad == {"unusable value" if case == "half a letter" else "unusable images": 1}
     assert "rows.jsonl:2" in skipping.dropped.problems[0]
 
 
@@ -733,7 +752,7 @@ def test_images_of_rows_are_measured(load: Load, folder: Path) -> None:
     dataset = load(jsonl(folder, *rows))
     num_images, num_patches = measured_images(dataset.rows, dataset.encoder)
     assert (num_images, num_patches) == (4 / 3, 8 * 8)
-    blind = load(jsonl(folder, *rows), sees=False)
+    blind = load(jsonl(folder, *rows[:1]), sees=False)
     assert measured_images(blind.rows, blind.encoder) == (0, 0)
 
 
