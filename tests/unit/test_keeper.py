@@ -41,6 +41,8 @@ class ForkedKeeper:
     def kill(self) -> None:
         """Waits for the end of the keeper, as it has told the program's."""
         self.process.join(END_S)
+        self.process.kill()
+        self.process.join()
         assert self.process.exitcode == 0
 
     def wait(self) -> None:
