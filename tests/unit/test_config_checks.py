@@ -244,7 +244,7 @@ CONTRADICTIONS = {
     "rollout.kv_cache_gb: got 3.0 with rollout.engine sglang; expected auto, and mem_fraction_static": {
         "rollout": {"engine": "sglang", "kv_cache_gb": 3}
     },
-    "model.router_replay: got recompute with backend fsdp for role actor, whose routers cannot replay choices; expected off": {
+    "model.router_replay: got recompute with backend fsdp for role actor, whose routers cannot replay choices": {
         "actor": {"backend": "fsdp"},
         "model": {"path": "m", "router_replay": "recompute"},
     },

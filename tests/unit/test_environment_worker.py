@@ -72,6 +72,19 @@ def test_states_continue_in_another_environment() -> None:
     assert closed["result"] is None and not served.built
 
 
+def test_episodes_of_the_calculator_are_saved_one_by_one() -> None:
+    served = WorkerEnvironments(load_environment(EnvironmentFactory("calculator")))
+    row = {"prompt": "2 + 3?", "label": "5"}
+    opened: Call = {"do": "reset", "rows": [row, {**row, "label": "6"}], "seeds": [0, 0]}
+    _, stepped, saved = answers(served, opened, step("<calc>2 + 3</calc>", None), {"do": "get_state"})
+    assert "5" in stepped["result"][0]["observation"] and not stepped["result"][0]["done"]
+    _, ended = answers(
+        served, {"do": "load_state", "state": saved["result"], "environment": 1}, {**step("5", "5"), "environment": 1}
+    )
+    assert [(one["done"], one["reward"]) for one in ended["result"]] == [(True, 1.0), (True, 0.0)]
+    assert [one["info"]["calls"] for one in ended["result"]] == [1, 0]
+
+
 def test_an_error_costs_its_environment_alone() -> None:
     served = environments("Remembering")
     kept = served.built[0]
