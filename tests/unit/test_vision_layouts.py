@@ -387,3 +387,14 @@ def test_a_published_config_has_the_published_number_of_parameters(name: str, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = canonical_tensors(read_architecture(tmp_path, sees=True)).shapes
     assert sum(map(prod, shapes)) == count
+
+
+# Without model.vision.
+
+
+def test_without_images_it_is_the_language_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Everything depends on the architecture alone, so it computes what the family of texts does."""
+    found = read_architecture(checkpoint)
+    texts = read_architecture(language_model(checkpoint, tmp_path / "texts"))
+    of_files = {name: getattr(texts, name) for name in ("family", "decoder_prefix", "stacked_experts")}
+    assert replace(found, **of_files) == texts
