@@ -208,7 +208,16 @@ class Trainer:
         )
         for role in self.roles.values():
             role.serve = self.in_flight.serve
-        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace, job.hold_images)
+        self.transfers = Transfers(
+            job.shape,
+            job.grids,
+            order,
+            exchange,
+            self.roles,
+            self.trace,
+            job.hold_images,
+            saves_images="env" in job.placement.roles,
+        )
         self.newest_step = 0
         """The last step with an entry executed by this rank."""
         self.image_counts = ImageCounts(job.world.store)

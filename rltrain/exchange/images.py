@@ -1,6 +1,6 @@
-"""Images of experience on their way to another node: the request for missing ones, and the answer with their pixels."""
+"""Pixels of the images of experience, on their way to another node and in checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ def keys_of(experience: Experience) -> list[int]:
         return []
     keys: list[int] = experience.image_keys.unique().tolist()
     return [key for key in keys if key]
+
+
+# A request for missing images, and the answer.
 
 
 def asked(message: Tensor) -> list[int]:
@@ -60,3 +63,22 @@ def decode_images(message: Tensor) -> Iterator[tuple[int, Pixels]]:
         pixels: Pixels = content[begin : begin + size].reshape(*shape, 3)
         begin += size
         yield key, pixels
+
+
+# Pixels in checkpoints, for images that are not those of rows.
+
+PIXELS = "image/"
+"""The beginning of the names of tensors. The key follows."""
+
+
+def image_tensors(store: ImageStore, keys: Iterable[int]) -> dict[str, Tensor]:
+    """Returns the pixels of images by name, uint8 of shape [frames, height, width, 3]."""
+    return {f"{PIXELS}{key}": torch.from_numpy(store.pixels(key)) for key in keys}
+
+
+def put_images(store: ImageStore | None, tensors: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Puts the images among `tensors` into the store, for a task of `step`. Returns the other tensors."""
+    for name in tensors:
+        if store is not None and name.startswith(PIXELS):
+            store.put(int(name.removeprefix(PIXELS)), tensors[name].numpy(), step)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PIXELS)}
