@@ -71,9 +71,10 @@ class Row:
     one parameter on that side, in this order.
 
     `megatron_te` is the name in Transformer Engine, if it differs. `sglang` is the name in SGLang, if it differs from
-    that in the embedded engine. `split_local` is the split of Megatron's own layers, if it differs. `float32` parameters
-    are fp32 in models of any dtype. `quantizable` ones (matrices of attention, MLPs and experts) can be held in FP8.
-    They and `adaptable` ones can have low-rank adapters. A row without parts has no parameter.
+    that in the embedded engine. `split_local` is the split of Megatron's own layers, if it differs.
+
+    `float32` parameters are fp32 in models of any dtype. `quantizable` ones (matrices of attention, MLPs and experts)
+    can be held in FP8. They and `adaptable` ones can have low-rank adapters. A row without parts has no parameter.
     """
 
     parts: tuple[Part, ...]
