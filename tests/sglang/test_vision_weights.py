@@ -31,13 +31,18 @@ from tests.support.vision_checkpoints import (
 
 PATCH = 14
 """Height and width of a patch in pixels. SGLang supports no other for Qwen2.5-VL."""
+FFN = 64
+"""Feed-forward units of the tower. On CPUs SGLang pads them to a multiple of 64."""
+POSITIONS = 64
+"""Learned positions of the tower. SGLang pads them like a vocabulary."""
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[..., Server], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for seed, folder in enumerate((first, second)):
-        write_checkpoint(folder, kind, seed=seed, patch=PATCH)
+        positions = {} if kind == "qwen2_5_vl" else {"num_position_embeddings": POSITIONS}
+        write_checkpoint(folder, kind, seed=seed, patch=PATCH, intermediate_size=FFN, **positions)
     layout = engine_layout(read_architecture(first, sees=True), Grid((0,)), sglang=True)
     server = start_server(first, needs_tokenizer=True)
     with connected(server) as client:
