@@ -363,7 +363,7 @@ def paths_taken() -> Iterator[Finding]:
 
 
 def _layers(device: torch.device) -> Finding:
-    from rltrain.training.megatron.model import obstacle_to_transformer_engine
+    from rltrain.training.megatron.model_config import obstacle_to_transformer_engine
 
     obstacle = obstacle_to_transformer_engine(Model(path="-"), device)
     if obstacle is None:

@@ -237,7 +237,7 @@ OF_ALL = (
     "policy_version_min",
     "policy_version_max",
 )
-SAMPLE_KEYS = (*OF_ALL, "set", "rendered_prompt")
+SAMPLE_KEYS = (*OF_ALL, "set", "rendered_prompt", "images")
 
 _FOLDER = Path(__file__).parent
 _KIND_NUMBERS = {kind: i for i, kind in enumerate(COLOURS)}
@@ -304,6 +304,8 @@ def shortened(sample: Record) -> Record:
     for key in ("prompt", "rendered_prompt", "response", "label"):
         if key in shown:
             shown[key] = _cut(shown[key] if isinstance(shown[key], str) else json.dumps(shown[key], ensure_ascii=False))
+    if "images" in shown:
+        shown["images"] = [image for image in shown["images"] if str(image).startswith("data:image/jpeg;base64,")]
     if sample.get("turns"):
         shown["turns"] = [*_conversation(sample["turns"])]
     return shown

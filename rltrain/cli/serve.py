@@ -18,13 +18,12 @@ from rltrain.data.chat_template import ChatTemplate, ends_of_turns
 from rltrain.data.hub import named_checkpoint
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
-from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
 from rltrain.errors import ConfigError, DivergenceError, UserError
 from rltrain.models import read_architecture
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.groups import Mail
+from rltrain.rollout.engine_feed import EngineFeed, EngineMailbox, Mail
 
 if TYPE_CHECKING:
     import torch

@@ -18,12 +18,11 @@ from PIL import ExifTags, Image
 from rltrain.config import schema
 from rltrain.errors import CheckpointError, ConfigError, DataError, named_by
 from rltrain.models.vision import PlacedImage
+from rltrain.runtime.image_files import FORMATS
 from rltrain.runtime.json_text import read_json
 
 # The source of an image: a file, or its bytes.
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Pillow's names of the accepted formats. It has others, some of which start programs."""
 FILE_URL, DATA_URL = "file://", "data:"
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
 VIDEO_CURE = "expected the frames of a video as images"
@@ -46,6 +45,13 @@ class ImageSource(NamedTuple):
             return self.data
         with _explained(self):
             return Path(self.path or "").read_bytes()
+
+    @property
+    def reference(self) -> str:
+        """Returns the path of the file, or the bytes as a data URL."""
+        if self.path is not None:
+            return self.path
+        return f"{DATA_URL}image/*;base64,{base64.b64encode(self.data or b'').decode()}"
 
     def __str__(self) -> str:
         return self.path if self.path is not None else f"an image of {len(self.data or b'')} bytes"
@@ -179,6 +185,17 @@ def _orientation(image: Image.Image) -> int:
 def _size(image: Image.Image) -> tuple[int, int]:
     height, width = image.height, image.width
     return (width, height) if _orientation(image) in SWAPPED else (height, width)
+
+
+def thumbnail(source: ImageSource, most_pixels: int = 96) -> str:
+    """Returns a small copy of the image as a data URL of a JPEG file. Neither side has more than `most_pixels`. Raises
+    DataError."""
+    file = io.BytesIO()
+    with _opened(source) as image:
+        small = image.convert("RGB")
+        small.thumbnail((most_pixels, most_pixels))
+        small.save(file, "JPEG", quality=70)
+    return f"{DATA_URL}image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 # The ends of files, which show most files that were cut off.

@@ -114,8 +114,9 @@ class PromptDataset:
         return self.context(index).ids
 
     def image_sources(self, index: int) -> tuple[ImageSource, ...]:
-        """Returns all images of the row: those of the prompt, then those of given responses."""
-        return self.rows[index].images
+        """Returns all images of the row: those of the prompt, then those of given responses. Without model.vision there
+        are none."""
+        return self.rows[index].images if self.encoder.images is not None else ()
 
     def samples(self, index: int) -> list[Encoded]:
         """Returns the row's sample as ids, or both samples of a pair. They are complete. `limit` has the number of

@@ -13,10 +13,9 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
-from rltrain.endpoint.engine_feed import EngineBusy, EngineGone, EngineMailbox
 from rltrain.endpoint.opening import Opening, PlaceOfTurn, Reply, TokenText
 from rltrain.endpoint.requests import RequestRefused
-from rltrain.rollout.groups import PendingTurn
+from rltrain.rollout.engine_feed import EngineBusy, EngineGone, EngineMailbox, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 
 # The answer to a request, during and after generation. Its client may leave and come back.

@@ -23,7 +23,6 @@ from starlette.routing import Route
 from rltrain.config.section import TokenCount, TokenId
 from rltrain.endpoint.answer import Answer, Choice
 from rltrain.endpoint.anthropic_messages import anthropic_error, count_tokens, messages
-from rltrain.endpoint.engine_feed import EngineMailbox
 from rltrain.endpoint.openai import (
     MAX_STOP_TOKENS,
     chat_completions,
@@ -53,6 +52,7 @@ from rltrain.endpoint.service import (
 )
 from rltrain.endpoint.session import Asked, Opened, Sessions, summary
 from rltrain.errors import ConfigError
+from rltrain.rollout.engine_feed import EngineMailbox
 from rltrain.rollout.sample import Status
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.messages import family_of

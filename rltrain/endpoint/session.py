@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from rltrain.endpoint.answer import Answer
-from rltrain.endpoint.engine_feed import EngineMailbox
 from rltrain.endpoint.opening import History, Opening, PlaceOfTurn, RecordedSession, SampleIds, SessionTrajectory
 from rltrain.endpoint.requests import RequestLimits, RequestRefused, invalid
 from rltrain.errors import one_of
 from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.groups import PendingTurn
+from rltrain.rollout.engine_feed import EngineMailbox, PendingTurn
 from rltrain.rollout.sample import Sample, Status, request_seed
 
 # One session: requests of one client that continue each other.

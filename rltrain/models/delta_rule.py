@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rltrain.models.delta_net import CHUNK_TOKENS
+from rltrain.models.delta_net import CHUNK_TOKENS, DeltaNet
 
 LEAST_CHUNK_TOKENS = 16
 UNIT_EPS = 1e-6
@@ -196,6 +196,55 @@ def gated_norm(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     wide = _wide(heads)
     normed = F.rms_norm(heads.to(wide), heads.shape[-1:], weight.to(wide), eps)
     return (normed * F.silu(gate.to(wide))).to(gate.dtype)
+
+
+class DeltaHeads:
+    """The heads of a layer with its weights. They compute outputs [tokens, values] from projected inputs [tokens, ...].
+
+    `norm` [value_dim] is the weight of the heads' norm.
+    """
+
+    def __init__(
+        self, delta: DeltaNet, *, convolution: Tensor, log_rate: Tensor, bias: Tensor, norm: Tensor, eps: float
+    ) -> None:
+        self._delta, self._convolution, self._log_rate, self._bias = delta, convolution, log_rate, bias
+        self._head_norm, self._eps = norm, eps
+
+    def whole(
+        self, projected: Tensor, packed: PackedStates, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Processes whole samples, or their continuations after `before` and `initial`.
+
+        Returns (outputs, last inputs of the convolution, states after the samples).
+        """
+        mixed, gate, taken, kept = self._split(projected)
+        mixed, last = convolve(mixed, self._convolution, packed, before)
+        heads, final = gated_delta_rule(*self._heads(mixed), taken, kept, packed, initial)
+        return self._normed(heads, gate), last, final
+
+    def step(self, projected: Tensor, before: Tensor, states: Tensor) -> Tensor:
+        """Processes one token of each sample. Returns the outputs and updates `before` and `states` in place."""
+        mixed, gate, taken, kept = self._split(projected)
+        mixed = convolve_step(mixed, self._convolution, before)
+        return self._normed(delta_rule_step(*self._heads(mixed), taken, kept, states), gate)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Splits into the input of the convolution, the gates of heads, and how much they take in and keep of a
+        token."""
+        delta = self._delta
+        sizes = [delta.channels, delta.values, delta.num_heads, delta.num_heads]
+        mixed, gate, weights, decays = projected.split(sizes, dim=-1)
+        return mixed, gate, *gates(weights, decays, self._log_rate, self._bias)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values, each of shape [tokens, heads, elements]."""
+        delta = self._delta
+        queries, keys, values = mixed.split([delta.keys, delta.keys, delta.values], dim=-1)
+        q, k = (part.unflatten(-1, (-1, delta.key_dim)) for part in (queries, keys))
+        return q, k, values.unflatten(-1, (-1, delta.value_dim))
+
+    def _normed(self, heads: Tensor, gate: Tensor) -> Tensor:
+        return gated_norm(heads, gate.reshape(heads.shape), self._head_norm, self._eps).flatten(1)
 
 
 class _Chunks(NamedTuple):

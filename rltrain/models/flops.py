@@ -11,7 +11,7 @@ Recomputation follows Korthikanti et al. 2022 (arXiv:2205.05198): "selective" re
 "full" the forward pass of all layers. MFU ignores recomputation. HFU includes it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,6 +19,7 @@ from math import prod
 from rltrain.models.architecture import Architecture
 from rltrain.models.canonical import canonical_tensors, layer_of, sizes, table_of
 from rltrain.models.table import LayerKind, Row
+from rltrain.models.vision import Grid, Vision
 
 DELTA_PRODUCTS = 3
 """Products of a token with the state of a gated delta net's head: the known value of its key, the change, and the
@@ -132,6 +133,28 @@ def latent_reading_flops(architecture: Architecture) -> int:
     size."""
     mla = architecture.mla
     return 2 * architecture.num_heads * (2 * mla.kv_rank + mla.rope_head_dim) if mla else 0
+
+
+def vision_flops(vision: Vision, grids: Iterable[Grid]) -> int:
+    """Returns the FLOPs of encoding images of `grids`, in patches, in a forward pass of a vision tower.
+
+    A patch attends to the patches of its frame, or to those of its window in blocks with windows. Windows cut by the
+    edge of an image count as whole.
+    """
+    num_full = len(vision.full_attention) if vision.window else vision.depth
+    hidden, joined = vision.hidden, vision.merge**2 * vision.hidden
+    of_patch = 2 * hidden * vision.patch_size + vision.depth * 2 * hidden * (
+        4 * hidden + vision.mlp_matrices * vision.ffn
+    )
+    of_token = 2 * joined * (joined + vision.out_hidden) * (1 + len(vision.deepstack))
+    total = 0
+    for frames, height, width in grids:
+        patches, of_frame = frames * height * width, height * width
+        attended = num_full * of_frame
+        if vision.window:
+            attended += (vision.depth - num_full) * min(of_frame, (vision.window // vision.patch) ** 2)
+        total += patches * (of_patch + 4 * hidden * attended) + patches // vision.merge**2 * of_token
+    return total
 
 
 def positions_read(lengths: Collection[int], window: int | None = None) -> int:

@@ -42,6 +42,11 @@ class Vision:
     prefix: str
 
     @property
+    def mlp_matrices(self) -> int:
+        """Number of matrices of a block's MLP. Towers of Qwen2.5-VL have a gate."""
+        return 3 if self.kind == "qwen2_5_vl" else 2
+
+    @property
     def patch_size(self) -> int:
         """Number of values of a patch, in three colours."""
         return 3 * self.temporal_patch * self.patch**2

@@ -26,10 +26,17 @@ from rltrain.planning.memory import (
     largest,
     rank_memories,
 )
-from rltrain.planning.options import DryRunOptions, is_legal, with_shipped_shapes
+from rltrain.planning.options import (
+    Change,
+    DryRunOptions,
+    best_changes,
+    calibration_of,
+    is_legal,
+    proposals,
+    with_shipped_shapes,
+)
 from rltrain.planning.planned import PlannedJob, Workload
 from rltrain.planning.rows_and_rewards import describe_environment, describe_reward, describe_rows
-from rltrain.planning.search import Change, best_changes, calibration_of, proposals
 from rltrain.planning.sizes import digits, numbered, seconds, size, sizes, table, wrapped
 from rltrain.planning.step_time import Calibration, Clock, StepTime
 from rltrain.planning.sync_time import PlannedSync

@@ -1,13 +1,19 @@
 """Inputs of reward functions and their checked answers."""
 
+import base64
+import io
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from rltrain.runtime.image_files import FORMATS
 from rltrain.runtime.machine import describe_raised
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +191,8 @@ class Scorable(NamedTuple):
     """Turns of a conversation. Empty if there was only one turn."""
     env_reward: float = 0.0
     """The environment's reward, summed over turns. It is 0 without an environment."""
+    images: Sequence[str] = ()
+    """Images of the prompt, as paths of files or data URLs."""
 
     @property
     def num_turns(self) -> int:
@@ -201,6 +209,10 @@ class Scorable(NamedTuple):
         prompt = self.messages or [{"role": "user", "content": self.prompt}]
         return [*prompt, *self.completion()]
 
+    def opened_images(self) -> list["Image"]:
+        """Returns the images of the prompt in RGB. Raises OSError if a file has no image."""
+        return [_opened(image) for image in self.images]
+
     def message(self, fields: Collection[str]) -> dict[str, Any]:
         """Returns prompt, response, label and `fields` for a worker process. The worker makes Scorable(**message) of
         it."""
@@ -208,6 +220,15 @@ class Scorable(NamedTuple):
         for name in fields:
             values[name] = getattr(self, name)
         return values
+
+
+def _opened(reference: str) -> "Image":
+    from PIL import Image
+
+    _, comma, text = reference.partition(",")
+    is_url = reference.startswith("data:") and comma
+    with Image.open(io.BytesIO(base64.b64decode(text)) if is_url else reference, formats=FORMATS) as image:
+        return image.convert("RGB")
 
 
 # Warnings about failed samples.

@@ -116,12 +116,14 @@ OWN_VALUES: Mapping[str, Callable[[Scorable], Any]] = {
     "messages": lambda sample: sample.conversation(),
     "turns": lambda sample: sample.turns,
     "env_reward": lambda sample: sample.env_reward,
+    "images": lambda sample: sample.opened_images(),
 }
 FIELDS_OF_VALUE = {
     "row": ("row",),
     "messages": ("messages", "turns"),
     "turns": ("turns",),
     "env_reward": ("env_reward",),
+    "images": ("images",),
 }
 OWN_EXTRAS = tuple(FIELDS_OF_VALUE)
 MEANT_BY_NAME: Mapping[str, str | None] = {
@@ -136,7 +138,7 @@ function may be meant for another convention. None means that no argument fits t
 
 class Own(Convention):
     """The convention (prompt, response, label). They are passed by name if all required parameters have known names,
-    else by position. The parameters row, messages, turns and env_reward are passed by name."""
+    else by position. The parameters row, messages, turns, env_reward and images are passed by name."""
 
     def __init__(self, signature: Signature, options: Options) -> None:
         known = signature.named & OWN_VALUES.keys() - options.keys()
@@ -218,6 +220,8 @@ class Trl(Convention):
         self.fields = frozenset({"messages", "row", "turns"}) | {
             name for name, of in (("response_ids", "completion_ids"), ("step", "trainer_state")) if of in self.given
         }
+        if "images" in named:
+            self.fields |= {"images"}
         _check_filled(signature, {*self.given, *named}, options, "TRL's")
 
     def call(self, samples: Sequence[Scorable]) -> RewardCall:
@@ -231,6 +235,8 @@ class Trl(Convention):
         }
         call.named.update({name: [sample.row.get(name) for sample in samples] for name in self._columns(samples)})
         call.named.update({name: values[name] for name in self.given})
+        if any(sample.images for sample in samples):
+            call.named["images"] = [sample.opened_images() for sample in samples]
         return call
 
     def _columns(self, samples: Sequence[Scorable]) -> Iterable[str]:
@@ -468,8 +474,8 @@ OWN_FILES = frozenset({__file__})
 def call(function: RewardFunction, samples: Sequence[Scorable]) -> list[Answer]:
     """Calls the function once and returns an answer per sample. `samples` is one sample, or a batch if the convention
     is batched."""
-    prepared = function.call(samples)
     try:
+        prepared = function.call(samples)
         returned = function.function(*prepared.positional, **prepared.named)
     except BaseException as error:  # a user's sys.exit() costs a sample, not the process
         return [as_error(error, OWN_FILES) for _ in samples]
@@ -484,11 +490,12 @@ async def await_calls(
 
 
 async def _await_call(function: RewardFunction, samples: Sequence[Scorable], limit_s: float) -> list[Answer]:
-    prepared = function.call(samples)
+    limit = None
     try:
+        prepared = function.call(samples)
         async with asyncio.timeout(limit_s * len(samples)) as limit:
             returned = await function.function(*prepared.positional, **prepared.named)
     except BaseException as raised:
-        error = TookTooLongError(function.time_limit(limit_s)) if limit.expired() else raised
+        error = TookTooLongError(function.time_limit(limit_s)) if limit and limit.expired() else raised
         return [as_error(error, OWN_FILES) for _ in samples]
     return function.answers(returned, prepared, samples)

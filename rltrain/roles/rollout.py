@@ -20,7 +20,7 @@ from rltrain.exchange.images import image_tensors, put_images
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
-from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
+from rltrain.roles.env import Conversations, EpisodeSessions
 from rltrain.roles.images import PromptImages, keys_of_group
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
@@ -296,7 +296,7 @@ class RolloutRole(DrawingRole):
         """Sets the scoring that selects groups and gives them rewards. Called before the first task, on the engine's
         first rank."""
         assert self.training.selection is not None, "batch.dynamic_sampling is set"
-        self.scoring = self.training.selection.filter = scoring
+        self.scoring, self.training.selection.filter = scoring, scoring.verdicts
 
     def leave(self) -> None:
         """Frees the KV cache. Unfinished responses continue from their tokens once the rollout is back

@@ -15,6 +15,8 @@ from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.config import schema
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import SIBLINGS_APART, Experience, join
+from rltrain.data.image_parts import with_references
+from rltrain.data.images import thumbnail
 from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
@@ -31,6 +33,7 @@ from rltrain.runtime.job_store import JobStore, Waiter, poll, poll_s
 
 # Samples in the form for reward functions and models, with only the fields that these ask for.
 
+MAX_THUMBNAILS = 4
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})
 
@@ -95,7 +98,12 @@ class Scorables:
         mask = experience.response_mask[first:end]
         if not mask.any():
             return None
-        return self.decoder.spelled(experience.tokens[first : first + int(mask.nonzero()[0])].tolist())
+        end = first + int(mask.nonzero()[0])
+        tokens = experience.tokens[first:end]
+        if experience.has("image_keys"):  # an image is one placeholder in the text
+            keys = experience.image_keys[first:end]
+            tokens = tokens[(keys == 0) | (keys != torch.cat([keys.new_zeros(1), keys[:-1]]))]
+        return self.decoder.spelled(tokens.tolist())
 
     def _from_environment(self, tokens: Tensor, mask: Tensor, rewards: Tensor) -> dict[str, Any]:
         """Returns the fields from the environment. A turn is a run of generated tokens, ended by an observation or the
@@ -121,10 +129,12 @@ class Scorables:
         values: dict[str, Any] = {}
         if "messages" in self.fields:
             prompt = self.dataset[row].prompt
-            values["messages"] = () if isinstance(prompt, str) else prompt
+            values["messages"] = () if isinstance(prompt, str) else with_references(prompt)
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
             values["label_value"] = self.columns.label_value(row, columns)
+        if "images" in self.fields:
+            values["images"] = [source.reference for source in self.dataset.image_sources(row)]
         if TOKEN_FIELDS & self.fields:
             start = int(mask.nonzero()[0]) if mask.any() else len(mask)
             values["prompt_ids"], values["response_ids"] = tokens[:start].tolist(), tokens[start:].tolist()
@@ -205,8 +215,8 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
 def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
     """Yields a JSON record of each sample. The samples answer prompts of `source`.
 
-    With several `parts` a record has the reward of each part. It has `rendered_prompt`, the text before the first
-    generated token, if this is not the row's prompt.
+    With several `parts` a record has the reward of each part. It has small copies of the first images of the prompt. It
+    has `rendered_prompt`, the text before the first generated token, if this is not the row's prompt.
     """
     versions = scored.policy_version.split(scored.lengths.tolist())
     masks = scored.response_mask.split(scored.lengths.tolist())
@@ -230,6 +240,8 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
             record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in given}
         if len(source.dataset.sources) > 1:
             record["source"] = source.dataset.source_of(int(scored.prompt_ids[number]))
+        if images := source.dataset.image_sources(int(scored.prompt_ids[number])):
+            record["images"] = [thumbnail(image) for image in images[:MAX_THUMBNAILS]]
         if turns := source.conversation(scored, number):
             record["turns"] = turns
         yield record
@@ -331,8 +343,8 @@ class HandedOver:
 class GroupScoring:
     """The scoring of groups on an engine's first rank, together with role reward there.
 
-    Implements `rollout.groups.GroupFilter`. Reward functions run in separate processes. A trusted one is called at
-    once, so its result is known before the next decode step.
+    Reward functions run in separate processes. A trusted one is called at once, so its result is known before the next
+    decode step.
     """
 
     def __init__(
@@ -348,37 +360,33 @@ class GroupScoring:
         """Groups of finished chunks by (step, chunk), until a task reports them."""
         self._pending: dict[int, PendingScores] = {}
         """Scores in progress, by position."""
-        self._doubtful: dict[int, Experience] = {}
-        """Scored groups by position. They are dropped unless too many others were."""
         self._since = HandedOver()
         """Counts since the last hand-over."""
 
-    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> list[Verdict]:
+    def verdicts(self, groups: Mapping[int, SampleGroup], step: int, may_drop: Callable[[int], bool]) -> list[Verdict]:
+        """Returns the decisions known so far on `groups`, given by position (see `rollout.groups.Verdicts`)."""
         for position, group in groups.items():
             if position not in self._pending:
                 samples = self.scorables(pack_groups([group], [position]), step)
                 self._pending[position] = self.scorer.begin(samples)
         known = [position for position in groups if self._pending[position].is_done]
-        return [self._verdict(position, groups[position]) for position in known]
+        return [self._verdict(position, groups[position], step, may_drop) for position in known]
 
-    def _verdict(self, position: int, group: SampleGroup) -> Verdict:
+    def _verdict(self, position: int, group: SampleGroup, step: int, may_drop: Callable[[int], bool]) -> Verdict:
         pending = self._pending.pop(position)
         scores = self.scorer.wait(pending)
         reason = self.dropped_for(pending.samples, scores)
-        if reason is not None:
-            self._doubtful[position] = with_scores(pack_groups([group], [position]), scores)
-        return Verdict(position, reason, json.dumps(scores.record()))
+        if reason is not None and may_drop(step):
+            self._drop(with_scores(pack_groups([group], [position]), scores), step, reason)
+            return Verdict(position, is_dropped=True)
+        self._since.num_spared += reason is not None
+        return Verdict(position, is_dropped=False, record=json.dumps(scores.record()))
 
-    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
+    def _drop(self, group: Experience, step: int, reason: str) -> None:
         self._since.dropped[reason] += 1
-        self._since.dropped_groups.append(self._doubtful.pop(group.position))
+        self._since.dropped_groups.append(group)
         if self.log is not None:
-            ids = [sample.id for sample in group.samples]
-            self.log.append({"step": step, "reason": reason, "sample_ids": ids})
-
-    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        self._doubtful.pop(group.position, None)
-        self._since.num_spared += 1
+            self.log.append({"step": step, "reason": reason, "sample_ids": group.sample_ids.tolist()})
 
     def hand_over(
         self, step: int, chunk: int, experience: Experience, groups: Iterable[tuple[SampleGroup, str]]

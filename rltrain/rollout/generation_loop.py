@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from rltrain.rollout.engine_feed import Mail
 from rltrain.rollout.episodes import Observed
-from rltrain.rollout.groups import Mail, PromptGroups, Selection
+from rltrain.rollout.groups import PromptGroups, Selection
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.rollout_state import Consumed, RolloutState
 from rltrain.rollout.sample import SampleGroup

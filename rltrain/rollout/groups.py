@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
 
 import torch.distributed as dist
 
 from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.engine_feed import EngineFeed, Mail
 from rltrain.rollout.episodes import CURRENT_VERSION, Episodes, Observed, with_shared_reward
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.runtime.job_store import poll_s
@@ -45,60 +45,6 @@ class ReadySamples:
         return [heapq.heappop(self._queue)[-1] for _ in range(min(count, len(self._queue)))]
 
 
-# Turns requested from outside, beside the groups of the engine.
-
-
-@dataclass(frozen=True)
-class PendingTurn:
-    """A pending sample with a requested turn. Samples requested at the same time have distinct ids."""
-
-    sample: Sample
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
-    """Stop strings of this request, added to those of `sampling`.
-
-    They are only matched within the text of the turn. The tokens of a match are part of the turn.
-    """
-    is_watched: bool = False
-    """Whether the caller wants to see its progress."""
-
-
-@dataclass(frozen=True)
-class Mail:
-    """Requests since the last decode step. Equal on all ranks of the engine."""
-
-    turns: tuple[PendingTurn, ...] = ()
-    given_up: frozenset[int] = frozenset()
-    """Ids of samples with requested turns that nothing waits for any more."""
-    forgotten: frozenset[int] = frozenset()
-    """Ids of samples without a further turn."""
-
-    def __bool__(self) -> bool:
-        return bool(self.turns or self.given_up or self.forgotten)
-
-
-class Guests(Protocol):
-    """Turns requested from outside, on one engine. Its ranks make the same calls in the same order, except for
-    `mail`."""
-
-    def mail(self) -> Mail | None:
-        """Returns the requests since the last call, or None if the next decode step has nothing to do. Only on the
-        first rank."""
-        ...
-
-    def begin_step(self, mail: Mail) -> None:
-        """Applies the requests to the engine. Called before a decode step."""
-        ...
-
-    def end_step(self, finished: Iterable[Sample]) -> list[Sample]:
-        """Takes its own samples from the finished ones and returns the others. Called after a decode step."""
-        ...
-
-    def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Takes its own samples from those of a suspended engine and returns the others."""
-        ...
-
-
 # Prompt groups on one engine. A group is finished when all of its samples are.
 
 
@@ -119,7 +65,7 @@ class PromptGroups:
         num_samples: int,
         episodes: Episodes | None = None,
         max_turn_tokens: int | None = None,
-        guests: Guests | None = None,
+        guests: EngineFeed | None = None,
     ) -> None:
         self.engine, self.sampling, self.group_at, self.num_samples = engine, sampling, group_at, num_samples
         self.episodes, self.max_turn_tokens, self.guests = episodes, max_turn_tokens, guests
@@ -160,7 +106,7 @@ class PromptGroups:
             self.engine.submit(samples, self.sampling)
 
     def mail(self) -> Mail | None:
-        """Returns the requests from outside (see `Guests.mail`). Called on the engine's first rank."""
+        """Returns the requests from outside (see `EngineFeed.mail`). Called on the engine's first rank."""
         return None if self.guests is None else self.guests.mail()
 
     def step(self, mail: Mail | None = None) -> list[SampleGroup]:
@@ -324,26 +270,16 @@ class Verdict:
     """A filter's decision on a finished group."""
 
     position: int
-    dropped_for: str | None
-    """Reason for dropping the group. None if it counts."""
+    is_dropped: bool
     record: str = ""
     """Data of a counted group until it is handed over, such as its rewards."""
 
 
-class GroupFilter(Protocol):
-    """The filter on an engine's first rank. It decides for the other ranks."""
+Verdicts = Callable[[Mapping[int, SampleGroup], int, Callable[[int], bool]], Iterable[Verdict]]
+"""The filter on an engine's first rank. Its arguments are finished groups by position, a step and `DropCount.take`.
 
-    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> Iterable[Verdict]:
-        """Returns the decisions known so far on `groups`, given by position. Each is returned once. Never blocks."""
-        ...
-
-    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
-        """Notes that the group was dropped in this step."""
-        ...
-
-    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        """Notes that the group would have been dropped, but the limit of this step is reached."""
-        ...
+It returns the decisions known so far, each of them once. It drops a group only if `take` allows it. It never blocks.
+"""
 
 
 class DropCount:
@@ -391,7 +327,7 @@ class Selection:
     """
 
     drops: DropCount
-    filter: GroupFilter | None = None
+    filter: Verdicts | None = None
     undecided: dict[int, SampleGroup] = field(default_factory=dict)
     """Finished groups by position, in the order of finishing."""
     records: dict[int, str] = field(default_factory=dict)
@@ -405,16 +341,12 @@ class Selection:
         """Returns (kept positions, dropped positions) of the decisions known so far. Called on the first rank."""
         assert self.filter is not None, "the role that scores groups sets the filter before the first decode step"
         kept, dropped = [], []
-        for verdict in self.filter.verdicts(self.undecided, step) if self.undecided else ():
-            group, reason = self.undecided[verdict.position], verdict.dropped_for
-            if reason is not None and self.drops.take(step):
-                self.filter.drop(group, step, reason)
+        for verdict in self.filter(self.undecided, step, self.drops.take) if self.undecided else ():
+            if verdict.is_dropped:
                 dropped.append(verdict.position)
-                continue
-            if reason is not None:
-                self.filter.spare(group, step, reason)
-            self.records[verdict.position] = verdict.record
-            kept.append(verdict.position)
+            else:
+                self.records[verdict.position] = verdict.record
+                kept.append(verdict.position)
         return tuple(kept), tuple(dropped)
 
     def apply(self, kept: Sequence[int], dropped: Collection[int]) -> list[SampleGroup]:

@@ -27,6 +27,9 @@ from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
 Pixels = NDArray[np.uint8]
 """An image in RGB, shape [frames, height, width, 3]."""
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow's names of the accepted formats of encoded images. It has others, some of which start programs."""
+
 HEADER = struct.Struct("<8sqiii4x")
 """The first bytes of a file: MAGIC, the last step of use, frames, height, width. Pixels follow."""
 MAGIC = b"rltimage"

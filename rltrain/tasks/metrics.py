@@ -146,6 +146,11 @@ GENERATE = (
         "samples",
         "conversations that lost their keys and values between two turns for lack of room, on the same engine",
     ),
+    Metric(
+        "images/engine_encoded",
+        "images",
+        "images encoded by the embedded engine for prompts and observations, with model.vision, on the same engine",
+    ),
     Metric("rollout/servers", "servers", "servers available to the reporting rank, with rollout.engine http"),
     Metric(
         "rollout/requests_sent_again",

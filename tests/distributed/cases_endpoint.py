@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine_feed import EngineFeed, EngineMailbox, Mail, PendingTurn
 from rltrain.rollout.generation_loop import LeaderDecision, LeaderDecisions
-from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.machine import JobThread

@@ -21,7 +21,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.megatron import attention, fused, norms
+from rltrain.training.megatron import attention, norms, platform
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from tests.support.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
@@ -143,9 +143,9 @@ def _differences_from_plain_layers(model: LanguageModel, path: Path) -> dict[str
 def plain_layers() -> Iterator[None]:
     """Uses the layers of torch and Megatron instead of the fused ones."""
     with ExitStack() as stack:
-        for module in (fused, attention, norms):
+        for module in (platform, attention, norms):
             stack.enter_context(patch.object(module, "takes_fused", lambda x: False))
-        stack.enter_context(patch.object(fused, "HAS_ONEDNN", False))
+        stack.enter_context(patch.object(platform, "HAS_ONEDNN", False))
         yield
 
 

@@ -25,7 +25,7 @@ from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.table import Array
 from rltrain.reshard.changes import changes_on
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.servers.disk_weights import encoded, write_changes
+from rltrain.rollout.delta_form import encoded, write_changes
 from rltrain.rollout.servers.in_sglang import rltrain_delta_files
 from rltrain.runtime.grid import Grid
 from rltrain.training.shards import answered_for, replica_of, within
@@ -48,6 +48,18 @@ TOKENIZER_FILES = {
     "tiktoken.model": "a vocabulary",
     "tokenization_own.py": "# code that tokenizer_config.json may name",
 }
+
+
+def disturb(checkpoint: Path, folder: Path) -> Path:
+    """Writes a checkpoint with noise on its weights to `folder` and returns it. It makes the model much worse."""
+    shutil.copytree(checkpoint, folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make_checkpoint(

@@ -48,7 +48,7 @@ from rltrain.runtime.placement import model_group_lists
 from rltrain.training.megatron.context_parallel import RING
 from rltrain.training.megatron.layers import block_spec, mark_parallel_weights
 from rltrain.training.megatron.lora import Adapters
-from rltrain.training.megatron.model import HAVE_TE
+from rltrain.training.megatron.model_config import HAVE_TE
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.support.model_shards import VARIANTS, tiny_architecture
 

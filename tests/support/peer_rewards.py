@@ -17,6 +17,15 @@ def ours_with_messages(messages: list[dict[str, str]], label: str) -> float:
     return float([message["role"] for message in messages] == json.loads(label))
 
 
+def ours_with_images(response: str, images: list[Any]) -> float:
+    """Returns whether the response is the number of red images."""
+    return float(response == str(sum(image.getpixel((0, 0)) == (255, 0, 0) for image in images)))
+
+
+def trl_with_images(completions: list[Any], images: list[list[Any]], **columns: Any) -> list[float]:
+    return [float(image.width) for of_sample in images for image in of_sample]
+
+
 def per_turn(prompt: str, response: str, label: str, turns: list[dict[str, Any]]) -> list[float]:
     """Returns, per turn, half of the environment's reward plus 1 for each reply "ok"."""
     return [turn["reward"] / 2 + sum(reply["content"] == "ok" for reply in turn["replies"]) for turn in turns]

@@ -1,11 +1,12 @@
 """A server in this process that follows SGLang's rules."""
 
 import base64
+import io
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, SimpleQueue
@@ -13,12 +14,15 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
+from PIL import Image
 
 from rltrain.errors import EngineLost
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
 
+IMAGE_TOKEN, IMAGE_TOKEN_SIDE = 5, 14
+"""The placeholder of images, and the height and width of a token in pixels."""
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -152,6 +156,11 @@ class Running:
     """Routing of all fed tokens, shape [tokens, layers, top_k]."""
 
 
+def num_tokens_of(url: str) -> int:
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])), formats=["PNG"]) as image:
+        return image.width * image.height // IMAGE_TOKEN_SIDE**2
+
+
 class FakeServer:
     """A fake SGLang server. Implements `process.Server`.
 
@@ -159,6 +168,7 @@ class FakeServer:
     - `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model.
     - The start with number `dies_at_start` fails.
     - `overlap`: a batch begins before the tokens of the last one are taken, as in SGLang's overlap schedule.
+    - `num_image_tokens` returns the number of tokens of an image of a request.
     - `load` gets the body of every update of weights, `lose` every tag of returned memory.
     - `routed_layers` is the number of layers in returned routing. Those in `dense` have no experts. `returns` encodes
       it.
@@ -186,6 +196,7 @@ class FakeServer:
         self.overlap, self.saves_memory = overlap, saves_memory
         self.rules = ServerRules(saves_memory=saves_memory)
         self.broken: list[str] = []
+        self.num_image_tokens: Callable[[str], int] = num_tokens_of
         self.load: Callable[[dict[str, Any]], None] = lambda body: None
         self.lose: Callable[[str], None] = lambda tag: None
         self.answers: dict[str, tuple[int, str]] = {}
@@ -325,6 +336,7 @@ class FakeServer:
         meta: dict[str, Any] = {
             "id": one.rid,
             "finish_reason": reason,
+            "prompt_tokens": len(one.prompt),
             "completion_tokens": len(one.tokens),
             "weight_version": self.rules.version,
         }
@@ -343,7 +355,10 @@ class FakeServer:
             time.sleep(0.001)
         events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         with self._lock:
-            for rid, prompt, sampling in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
+            images = body.get("image_data") or [None] * len(body["rid"])
+            requests = zip(body["rid"], body["input_ids"], images, body["sampling_params"], strict=True)
+            for rid, ids, urls, sampling in requests:
+                prompt = self._with_image_tokens(ids, urls or ())
                 one = Running(rid, prompt, sampling, body["extra_key"], events)
                 if body.get("return_routed_experts"):
                     one.routing_start = body["routed_experts_start_len"]
@@ -352,6 +367,15 @@ class FakeServer:
                 else:
                     self._waiting.append(one)
         return events
+
+    def _with_image_tokens(self, ids: list[int], urls: Sequence[str]) -> list[int]:
+        """Returns the ids with each placeholder repeated for the tokens of its image."""
+        remaining, expanded = iter(urls), list[int]()
+        for token in ids:
+            is_image = bool(urls) and token == IMAGE_TOKEN
+            expanded += [token] * (self.num_image_tokens(next(remaining)) if is_image else 1)
+        assert next(remaining, None) is None, "as many placeholders as images"
+        return expanded
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Returns (status, answer)."""

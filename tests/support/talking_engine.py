@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from rltrain.cli.serve import draw_turns
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
-from rltrain.endpoint.engine_feed import EngineFeed, EngineMailbox
 from rltrain.endpoint.opening import RecordedSession
 from rltrain.endpoint.requests import Policy, RequestLimits, SamplingRules
 from rltrain.endpoint.session import Session
 from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
+from rltrain.rollout.engine_feed import EngineFeed, EngineMailbox
 from rltrain.rollout.sample import Sample, Status
 
 END, OTHER_END = "<|im_end|>", "<|endoftext|>"

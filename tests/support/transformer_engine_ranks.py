@@ -31,8 +31,9 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import model as model_module
+from rltrain.training.megatron import model_config
 from rltrain.training.megatron.backend import TrainableModel
-from rltrain.training.megatron.model import activation_settings, uses_transformer_engine
+from rltrain.training.megatron.model_config import activation_settings, uses_transformer_engine
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.distributed.cases_context_parallel import BALANCED, MAX_TOKENS, NUM_STEPS, experience, write_weights
 from tests.support.model_shards import tiny_architecture
@@ -96,7 +97,7 @@ def trained(
     """Returns the reports of some optimizer steps, and the log-probs after them."""
     moe = BALANCED.model_copy(update={"dispatcher": settings.pop("dispatcher", "alltoall")})
     model_module.uses_transformer_engine = lambda *_: transformer_engine
-    model_module.activation_settings = lambda of, cuda: activation_settings(of, cuda=transformer_engine)
+    model_config.activation_settings = lambda of, cuda: activation_settings(of, cuda=transformer_engine)
     model = model_module.build_model(
         architecture,
         grid,

@@ -76,12 +76,14 @@ CONFIGS: dict[Tower, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any
 """The class, the language model and the tower of each kind of model."""
 
 
-def tiny_config(kind: Tower) -> Any:
+def tiny_config(kind: Tower, patch: int = PATCH) -> Any:
     """Returns transformers' configuration of a tiny model."""
     config, text, tower = CONFIGS[kind]
     tokens = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
     untied = {"tie_word_embeddings": False}
-    return config(text_config=dict(text) | untied, vision_config=dict(tower), **tokens, **untied)
+    return config(
+        text_config=dict(text) | untied, vision_config=dict(tower) | {"patch_size": patch}, **tokens, **untied
+    )
 
 
 def tiny_vision(kind: Tower) -> Vision:
@@ -141,14 +143,14 @@ FIXED = ("A_log", "dt_bias")
 """Parameters of gated delta nets that keep transformers' initial values."""
 
 
-def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0) -> None:
+def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH) -> None:
     """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor.
 
     The tokenizer has a token for each of CHARACTERS, as far as the vocabulary reaches. An image of 56 x 56 pixels keeps
-    its size and has 16 tokens.
+    its size, and has 16 tokens with patches of 7 pixels.
     """
     torch.manual_seed(seed)
-    config = tiny_config(kind)
+    config = tiny_config(kind, patch)
     config.video_token_id = VIDEO_TOKEN
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -161,7 +163,7 @@ def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0) -> None:
     if kind == "qwen3_vl_moe":
         turn_experts(folder / "model.safetensors")
     Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGE, min_pixels=28 * 28, max_pixels=112 * 112
+        patch_size=patch, merge_size=MERGE, min_pixels=28 * 28, max_pixels=112 * 112
     ).save_pretrained(folder)
     _write_tokenizer(folder)
 

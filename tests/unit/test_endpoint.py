@@ -28,7 +28,6 @@ from rltrain.data.tokenizer import TextDecoder, load_tokenizer
 from rltrain.endpoint import anthropic_messages, openai
 from rltrain.endpoint.answer import Choice
 from rltrain.endpoint.app import EndpointSettings
-from rltrain.endpoint.engine_feed import EngineBusy, EngineFeed, EngineGone, EngineMailbox
 from rltrain.endpoint.opening import (
     ChatOpening,
     Opening,
@@ -42,7 +41,7 @@ from rltrain.endpoint.opening import (
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.errors import ConfigError
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
-from rltrain.rollout.groups import Mail, PendingTurn
+from rltrain.rollout.engine_feed import EngineBusy, EngineFeed, EngineGone, EngineMailbox, Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
 from tests.support.chat_families import CHATML, FAMILIES, TAGS, TEMPLATES, TOOLS, format_of
 from tests.support.rollout_models import load_engine, write_checkpoint

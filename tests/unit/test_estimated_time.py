@@ -14,9 +14,8 @@ from rltrain.planning.description import describe_job
 from rltrain.planning.doubts import doubts_about_models
 from rltrain.planning.hardware import GPUS
 from rltrain.planning.memory import cache_bytes, rank_memories, sent_share
-from rltrain.planning.options import SHIPPED, DryRunOptions
+from rltrain.planning.options import SHIPPED, DryRunOptions, calibration_of, proposals
 from rltrain.planning.planned import Workload
-from rltrain.planning.search import calibration_of, proposals
 from rltrain.planning.sizes import seconds, size, sizes
 from rltrain.planning.step_time import Calibration, Clock
 from rltrain.planning.sync_time import PlannedSync, least_sync_s

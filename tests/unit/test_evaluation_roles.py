@@ -36,9 +36,8 @@ from rltrain.planning.description import describe_evaluation, estimator_of_sets
 from rltrain.planning.doubts import obstacle_to_repeating
 from rltrain.planning.hardware import GPUS
 from rltrain.planning.memory import rank_memories
-from rltrain.planning.options import DryRunOptions
+from rltrain.planning.options import DryRunOptions, best_changes
 from rltrain.planning.planned import Workload
-from rltrain.planning.search import best_changes
 from rltrain.planning.step_time import Clock
 from rltrain.planning.validation import check_config
 from rltrain.planning.validation_schedule import check_schedule

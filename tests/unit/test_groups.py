@@ -227,14 +227,15 @@ def scoring(tmp_path: Path) -> Any:
 
 def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again(scoring, tmp_path):
     mixed, dull, other = group_at(4, 1, 2), group_at(5, 2, 2), group_at(9, 4, 3)
-    verdicts = {v.position: v for v in scoring.verdicts({group.position: group for group in (mixed, dull, other)}, 6)}
-    assert {position: verdict.dropped_for for position, verdict in verdicts.items()} == {
-        4: None,
-        5: "zero_std_0.0",
-        9: None,
+    spared, allowed = group_at(7, 2, 4), iter([True, False])
+    finished = {group.position: group for group in (mixed, dull, spared, other)}
+    verdicts = {v.position: v for v in scoring.verdicts(finished, 6, lambda step: next(allowed))}
+    assert {position: verdict.is_dropped for position, verdict in verdicts.items()} == {
+        4: False,
+        5: True,
+        7: False,
+        9: False,
     }
-    scoring.drop(dull, 6, "zero_std_0.0")
-    scoring.spare(mixed, 6, "any")
     (line,) = (tmp_path / "dropped.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 6, "reason": "zero_std_0.0", "sample_ids": [50, 51]}
     experience = pack_groups([other, mixed], [4, 9])
@@ -291,13 +292,18 @@ class Slow:
         return scores(0.0, 1.0)
 
 
+def any_number(step: int) -> bool:
+    """Allows a step to drop any number of groups."""
+    return True
+
+
 def test_the_engine_goes_on_until_rewards_are_known():
     slow = Slow()
     scoring = GroupScoring(slow, scorables, load_group_filter(DIFFER), None)  # type: ignore[arg-type]
     groups = {3: group_at(3, 1, 1)}
-    assert scoring.verdicts(groups, 0) == scoring.verdicts(groups, 0) == []
+    assert scoring.verdicts(groups, 0, any_number) == scoring.verdicts(groups, 0, any_number) == []
     slow.answered.set()
-    assert [verdict.position for verdict in scoring.verdicts(groups, 0)] == [3]
+    assert [verdict.position for verdict in scoring.verdicts(groups, 0, any_number)] == [3]
 
 
 @dataclass
@@ -313,18 +319,20 @@ class ScriptedFilter:
     spared: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of (step, position)."""
 
-    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> Iterable[Verdict]:
+    def __call__(
+        self, groups: Mapping[int, SampleGroup], step: int, may_drop: Callable[[int], bool]
+    ) -> Iterable[Verdict]:
         known = [position for position in groups if self.looks[position] >= self.lag]
         self.looks.update(groups.keys())
         self.told.update(known)
-        return [Verdict(position, "dull" if self.drops(position) else None, f"of {position}") for position in known]
+        return [self._verdict(position, step, may_drop) for position in known]
 
-    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
-        assert reason == "dull"
-        self.dropped.append((step, group.position))
-
-    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        self.spared.append((step, group.position))
+    def _verdict(self, position: int, step: int, may_drop: Callable[[int], bool]) -> Verdict:
+        if not self.drops(position):
+            return Verdict(position, is_dropped=False, record=f"of {position}")
+        is_dropped = may_drop(step)
+        (self.dropped if is_dropped else self.spared).append((step, position))
+        return Verdict(position, is_dropped, f"of {position}")
 
 
 @dataclass

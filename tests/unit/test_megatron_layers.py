@@ -25,7 +25,7 @@ from rltrain.models.delta_rule import convolve, convolve_step, delta_rule_step, 
 from rltrain.models.products import int4_rounded, wide_product
 from rltrain.training.fake_quantization import rounded, rounded_weights
 from rltrain.training.fsdp_model import round_experts
-from rltrain.training.megatron import fused
+from rltrain.training.megatron import platform
 from rltrain.training.megatron.attention import (
     PackedAttention,
     PositionRotaryEmbedding,
@@ -33,7 +33,8 @@ from rltrain.training.megatron.attention import (
     packed_sequences,
     rotation,
 )
-from rltrain.training.megatron.fused import (
+from rltrain.training.megatron.layers import RMSNorm, RoundedInput, residual_addition, widen_residual_stream
+from rltrain.training.megatron.platform import (
     LEAST_ROWS,
     Product,
     RmsNorm,
@@ -44,7 +45,6 @@ from rltrain.training.megatron.fused import (
     takes_fused,
     takes_onednn,
 )
-from rltrain.training.megatron.layers import RMSNorm, RoundedInput, residual_addition, widen_residual_stream
 
 CPU = torch.device("cpu")
 EPS = 1e-5
@@ -185,7 +185,7 @@ def test_no_gradient_is_asked_for_where_weights_are_frozen() -> None:
 @pytest.mark.parametrize("width", [3, 40])
 @pytest.mark.parametrize("onednn", [True, False])
 def test_products_equal_those_of_double_precision(width: int, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "HAS_ONEDNN", onednn and fused.HAS_ONEDNN)
+    monkeypatch.setattr(platform, "HAS_ONEDNN", onednn and platform.HAS_ONEDNN)
     torch.manual_seed(0)
     rows, matrix = (torch.randn(shape, requires_grad=True) for shape in [(LEAST_ROWS + 1, 16), (width, 16)])
     exact = rows.double() @ matrix.double().T

@@ -19,12 +19,12 @@ from rltrain.models.attention import attend, sees
 from rltrain.models.flops import positions_read
 from rltrain.runtime.grid import Grid
 from rltrain.training import packed_attention
-from rltrain.training.megatron import context_parallel, model
+from rltrain.training.megatron import context_parallel, model_config
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
-from rltrain.training.megatron.chunk import ModelOptions
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices
 from rltrain.training.megatron.experts import routed_samples
-from rltrain.training.megatron.model import layout_of_model, transformer_config
+from rltrain.training.megatron.model import layout_of_model
+from rltrain.training.megatron.model_config import ModelOptions, transformer_config
 from rltrain.training.packed_attention import attend_blockwise
 from rltrain.training.packing import (
     ContextShare,
@@ -190,19 +190,19 @@ def model_section(transformer_impl: str, dtype: str = "bfloat16") -> schema.Mode
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_transformer_engine_is_used_only_where_it_can_be(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "HAVE_TE", installed)
-    assert model.uses_transformer_engine(model_section("auto"), CUDA) is installed
-    assert model.uses_transformer_engine(model_section("auto"), CPU) is False
-    assert model.uses_transformer_engine(model_section("local"), CUDA) is False
+    monkeypatch.setattr(model_config, "HAVE_TE", installed)
+    assert model_config.uses_transformer_engine(model_section("auto"), CUDA) is installed
+    assert model_config.uses_transformer_engine(model_section("auto"), CPU) is False
+    assert model_config.uses_transformer_engine(model_section("local"), CUDA) is False
     with pytest.raises(ConfigError, match="model.transformer_impl is transformer_engine, but"):
-        model.uses_transformer_engine(model_section("transformer_engine"), CPU)
+        model_config.uses_transformer_engine(model_section("transformer_engine"), CPU)
 
 
 def test_float32_takes_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "HAVE_TE", True)
-    assert model.uses_transformer_engine(model_section("auto", "float32"), CUDA) is False
+    monkeypatch.setattr(model_config, "HAVE_TE", True)
+    assert model_config.uses_transformer_engine(model_section("auto", "float32"), CUDA) is False
     with pytest.raises(ConfigError, match=r"but model\.dtype is float32, .* or set model\.dtype to bfloat16"):
-        model.uses_transformer_engine(model_section("transformer_engine", "float32"), CUDA)
+        model_config.uses_transformer_engine(model_section("transformer_engine", "float32"), CUDA)
 
 
 @pytest.mark.parametrize(
@@ -219,20 +219,20 @@ def test_float32_takes_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sequences_that_ranks_share_take_local_layers_where_it_has_no_kernel(
     architecture: Architecture, settings: dict[str, str], problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "HAVE_TE", True)
+    monkeypatch.setattr(model_config, "HAVE_TE", True)
     shared, alone = Grid((0, 1), cp=2), Grid((0, 1))
     auto, asked = (model_section(how).model_copy(update=settings) for how in ("auto", "transformer_engine"))
-    assert model.uses_transformer_engine(auto, CUDA, architecture, shared) is (problem is None)
-    assert model.uses_transformer_engine(asked, CUDA, architecture, alone)
+    assert model_config.uses_transformer_engine(auto, CUDA, architecture, shared) is (problem is None)
+    assert model_config.uses_transformer_engine(asked, CUDA, architecture, alone)
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
-        model.uses_transformer_engine(asked, CUDA, architecture, shared)
+        model_config.uses_transformer_engine(asked, CUDA, architecture, shared)
 
 
 @pytest.mark.parametrize(("given", "refused"), [("1", True), ("0", False), (None, False)])
 def test_experts_in_one_parameter_are_refused(
     given: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "HAVE_TE", True)
+    monkeypatch.setattr(model_config, "HAVE_TE", True)
     if given is not None:
         monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", given)
     for architecture in (tiny_architecture("qwen3"), tiny_architecture("qwen3_moe")):

@@ -1,5 +1,6 @@
 """The page of a run."""
 
+import base64
 import io
 import json
 import re
@@ -13,9 +14,11 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from rich.console import Console
 
 from rltrain.cli import report_run
+from rltrain.cli.main import run_script
 from rltrain.cli.report import (
     COLOURS,
     LABEL,
@@ -40,6 +43,7 @@ from rltrain.cli.report_run import (
     sections,
     thinned,
 )
+from rltrain.data.images import source_of, thumbnail
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
 from rltrain.observability.trace import TraceFile
@@ -460,6 +464,12 @@ class TestPage:
         assert rendered.startswith("<user>aa") and len(rendered) < 9000
         assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
 
+    def test_small_copies_of_images_are_shown_and_no_other_address(self) -> None:
+        small = thumbnail(source_of(Image.new("RGB", (400, 200), "red")))
+        with Image.open(io.BytesIO(base64.b64decode(small.partition(",")[2]))) as image:
+            assert image.format == "JPEG" and image.size == (96, 48)
+        assert shortened({"images": [small, "https://example.org/a.png"]})["images"] == [small]
+
     def test_a_conversation_is_shown_turn_by_turn(self) -> None:
         said = {"message": {"role": "assistant", "content": "5"}, "reward": 0.5}
         turns = [{**said, "replies": [{"role": "user", "content": "higher"}]}, {**said, "replies": [], "reward": 0.0}]
@@ -486,6 +496,17 @@ class TestTool:
         assert [path.name for path in made] == ["report.html"]
         text = made[0].read_text()
         assert 'id="timeline"' not in text and 'id="samples"' not in text and "no trace: set logging.trace" in text
+
+    def test_the_command_prints_the_files_or_the_reason(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_metrics(tmp_path, 3)
+        assert run_script("report", [str(tmp_path)]) == 0
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/report/report.html\n")
+        taken = tmp_path / "taken"
+        taken.touch()
+        assert run_script("report", [str(tmp_path), "--output", str(taken)]) == 1
+        assert "cannot write to the folder: File exists" in capsys.readouterr().err
 
     def test_a_folder_that_is_no_run_is_refused_in_one_message(self, tmp_path: Path) -> None:
         done = subprocess.run(

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from rltrain.config import schema
+from rltrain.data.images import source_of
 from rltrain.errors import ConfigError, DataError
 from rltrain.rewards.answers import Answer, Scorable, as_answer
 from rltrain.rewards.code import code, label_tests, last_python_block, same_words
@@ -63,6 +65,18 @@ def test_our_functions_get_the_conversation_as_messages() -> None:
     roles = ["system", "user", "assistant"]
     assert values(function, [Scorable("p", "r", json.dumps(roles), messages=CHAT)]) == [1.0]
     assert values(function, [Scorable("p", "r", json.dumps(roles[1:]))]) == [1.0]
+
+
+def test_functions_see_the_images_of_the_prompt(tmp_path: Path) -> None:
+    """A path and a data URL arrive as images in RGB. A file without an image is the error of its sample."""
+    path = tmp_path / "red.png"
+    Image.new("RGB", (4, 2), "red").save(path)
+    inline = source_of(Image.new("L", (6, 2), 255)).reference
+    samples = [Scorable("p", text, "", images=(str(path), inline)) for text in ("1", "2")]
+    assert values(reward("ours_with_images"), samples) == [1.0, 0.0]
+    assert values(reward("trl_with_images"), [Scorable("p", "r", "", images=(inline,))]) == [6.0]
+    (broken,) = answers(reward("ours_with_images"), [Scorable("p", "1", "", images=(str(tmp_path / "none.png"),))])
+    assert "none.png" in broken.error
 
 
 def conversation(*rewards: float) -> Scorable:

@@ -471,6 +471,16 @@ def test_records_of_samples_have_what_the_model_was_shown(tmp_path: Path) -> Non
     assert [(record["prompt"], record["response"]) for record in records][:2] == [("a", "1"), ("b", "2")]
 
 
+def test_an_image_is_one_placeholder_in_the_text_that_the_model_was_shown(tmp_path: Path) -> None:
+    source, tokenizer = scorables(tmp_path, "math"), byte_tokenizer()
+    ids = tokenizer("a<<<<b")["input_ids"]
+    experience = packed_experience([(len(ids), 1)]).with_fields(
+        tokens=torch.tensor([*ids, *tokenizer("1")["input_ids"]]),
+        image_keys=torch.tensor([0, 7, 7, 8, 8, 0, 0]),
+    )
+    assert source.rendered_prompt(experience, 0) == "a<<b"
+
+
 def test_functions_that_ask_for_nothing_get_nothing(tmp_path: Path) -> None:
     source = scorables(tmp_path, "math", "exact_match")
     assert source.columns is None and not source.fields

@@ -20,7 +20,6 @@ from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.grid import Grid
 from rltrain.training.megatron.backend import given_choices
-from rltrain.training.megatron.chunk import ModelOptions
 from rltrain.training.megatron.experts import (
     Choices,
     RoutedSamples,
@@ -29,7 +28,7 @@ from rltrain.training.megatron.experts import (
     replay_metrics,
     routed_samples,
 )
-from rltrain.training.megatron.model import check_dispatcher, transformer_config
+from rltrain.training.megatron.model_config import ModelOptions, check_dispatcher, transformer_config
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.packing import ContextShare, pack, padded_to, padding_alone
 from tests.support.model_shards import tiny_architecture

@@ -4,24 +4,37 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rltrain.config.schema import SGLang
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
+from rltrain.models.vision import PlacedImage
 from rltrain.offload.device_memory import DeviceMemory
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.offload.offload import Offloader
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import Client
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.remote_engine import DivergenceWatch
 from rltrain.rollout.servers.sglang_engine import SGLangEngine, parts_of_server
+from rltrain.runtime.image_files import ImageStore
 from rltrain.schedule.order import Order
-from tests.support.sglang_server import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
+from tests.support.sglang_server import (
+    IMAGE_TOKEN,
+    UNSEEN_EOS,
+    FakeDelivery,
+    FakeServer,
+    expected_tokens,
+    logprob_of,
+    next_token,
+)
 from tests.unit.test_memory_plan import order_of
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
@@ -51,6 +64,7 @@ class Rig:
     def __init__(self, *, max_running_requests: int = 64, max_context_tokens: int = 500, **options: object) -> None:
         settings = {"hang_timeout_s": 5.0, "max_restarts": 2}
         tokenizer, seeded = options.pop("tokenizer", None), options.pop("seeded", False)
+        images = options.pop("images", None)
         settings |= {name: options.pop(name) for name in [*options] if name in SGLang.model_fields}
         self.server = FakeServer(**options)
         self.num_advances = 0
@@ -62,6 +76,7 @@ class Rig:
             advance=self._advance,
             tokenizer=tokenizer,
             seeded=seeded,
+            images=images,
         )
         self.engine.start()
 
@@ -663,3 +678,42 @@ def test_a_step_of_a_colocated_server(engine: SGLangEngine, server: FakeServer) 
     asked = moves(server)
     assert asked[0] == "abort" and asked[-3:] == ["flush", "release kv_cache+cuda_graph", "release weights"]
     assert [request.id for request in suspended] == [7], "it continues once the engine is back"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    """Returns a store with image 7 of 4 tokens and image 8 of 6."""
+    store = ImageStore(tmp_path, 0, keep_steps=1, cache_bytes=1e9)
+    for key, height in ((7, 28), (8, 42)):
+        store.put(key, np.full((1, height, 28, 3), key, np.uint8), step=0)
+    store.hold([7, 8], 0)
+    return store
+
+
+def seeing_sample(number: int, *images: PlacedImage) -> Sample:
+    """Returns a sample with a context of one text token, image 7, one text token, image 8 and one text token."""
+    five = IMAGE_TOKEN
+    return Sample(number, (1, *[five] * 4, 2, *[five] * 6, 3), seed=number, images=images)
+
+
+BOTH = PlacedImage(1, 7, (1, 4, 4)), PlacedImage(6, 8, (1, 6, 4))
+
+
+def test_images_travel_with_token_ids(rig: Callable[..., Rig], store: ImageStore) -> None:
+    """The server repeats placeholders, so the context has the length of the sample's. Placeholders of no image stay."""
+    made = rig(images=ServerImages(store, merge=2))
+    samples = [seeing_sample(0, *BOTH), Sample(1, (IMAGE_TOKEN, 4), seed=1)]
+    made.engine.submit(samples, GREEDY)
+    done = drain(made.engine)
+    assert all([*done[sample.id].tokens] == expected_tokens(sample, GREEDY) for sample in samples)
+    (body,) = [body for path, body in made.server.calls if path == "/generate"]
+    assert body["input_ids"] == [[1, IMAGE_TOKEN, 2, IMAGE_TOKEN, 3], [IMAGE_TOKEN, 4]]
+    assert [len(of or ()) for of in body["image_data"]] == [2, 0]
+
+
+def test_a_server_that_resizes_images_ends_the_job(rig: Callable[..., Rig], store: ImageStore) -> None:
+    made = rig(images=ServerImages(store, merge=2))
+    made.server.num_image_tokens = lambda url: 3
+    made.engine.submit([seeing_sample(0, *BOTH)], GREEDY)
+    with pytest.raises(EngineError, match=r"a context of 9 tokens for sample 0 with 2 images; expected 13"):
+        drain(made.engine)

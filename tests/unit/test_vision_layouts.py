@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.support.vision_checkpoints import (
     turn_experts,
     write_checkpoint,
 )
+from tests.support.vision_configs import PUBLISHED
 
 IDS = [1, 9, VISION_START, *[IMAGE_TOKEN] * 16, VISION_END, 10, 11, VISION_START, *[IMAGE_TOKEN] * 8, VISION_END, 12]
 GRIDS = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
@@ -377,3 +379,11 @@ def test_more_blocks_in_the_files_are_refused(tmp_path: Path) -> None:
     loaded(tmp_path, megatron_layout(read_architecture(tmp_path), Grid((0,))), 0)
     with pytest.raises(CheckpointError, match=r"12 tensors that the model .* does not have: visual\.blocks\.2\."):
         loaded(tmp_path, megatron_layout(read_architecture(tmp_path, sees=True), Grid((0,))), 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
+    config, count = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = canonical_tensors(read_architecture(tmp_path, sees=True)).shapes
+    assert sum(map(prod, shapes)) == count

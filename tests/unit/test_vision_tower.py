@@ -1,6 +1,7 @@
 """Vision towers and their patches, compared with transformers."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rltrain.models.vision import Tower
+from rltrain.models.flops import vision_flops
+from rltrain.models.vision import Grid, Tower
 from rltrain.models.vision_tower import CLASSES, build_tower, encode, patches_of
 from tests.support.vision_checkpoints import tiny_config, tiny_vision
 
@@ -126,3 +129,12 @@ def test_frames_share_patches_and_the_last_is_repeated() -> None:
 def test_an_image_of_parts_of_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="28 x 21 pixels; expected multiples of 14"):
         patches_of(tiny_vision("qwen3_vl"), [torch.zeros(1, 28, 21, 3)], torch.zeros(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("grid", [(1, 8, 8), (1, 4, 12), (2, 8, 4)])
+def test_flops_are_those_that_torch_counts(tower: Any, model: tuple[Tower, Any], grid: Grid) -> None:
+    vision = tiny_vision(model[0])
+    tower.config._attn_implementation = "eager"  # torch does not count the products of fused attention on CPUs
+    with FlopCounterMode(display=False) as counter:
+        encode(tower, torch.zeros(prod(grid), vision.patch_size), torch.tensor([grid]))
+    assert vision_flops(vision, [grid]) == counter.get_total_flops()

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rltrain.planning.hardware import Efficiency, Gpu  # noqa: E402
-from rltrain.planning.search import Record, calibration_of, measured_workload, read_measured, values_of  # noqa: E402
+from rltrain.planning.options import Record, calibration_of, measured_workload, read_measured, values_of  # noqa: E402
 from rltrain.planning.step_time import Calibration, Clock  # noqa: E402
 
 NUM_RANKS = 2

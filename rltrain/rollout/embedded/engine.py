@@ -235,6 +235,11 @@ class EmbeddedEngine(Engine):
         """Frees the keys and values kept for these samples. They will not return."""
         self._slots.cache.parked.forget(ids)
 
+    def forget_images(self) -> None:
+        """Drops the features of images encoded before."""
+        if self._images:
+            self._images.forget()
+
     def cache_tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors with memory for keys and values at present."""
         return self._slots.cache.tensors()
@@ -242,8 +247,7 @@ class EmbeddedEngine(Engine):
     def release_cache(self) -> None:
         """Frees the memory of the KV cache. The next step allocates it again."""
         expect_idle(self.num_unfinished, "release_cache")
-        if self._images:
-            self._images.forget()
+        self.forget_images()
         if self._cache_returns() and self._was_released:
             self._slots.cache.parked.clear()
             self._slots.clear()

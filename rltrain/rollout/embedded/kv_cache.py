@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture, Windows
 from rltrain.models.attention import attend, sees
-from rltrain.models.delta_rule import PackedStates, packed_states
+from rltrain.models.delta_rule import DeltaHeads, packed_states
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.sample import Sample
 
@@ -46,23 +46,6 @@ class StateShape(NamedTuple):
         """Returns the bytes of one sample in a model of `dtype`."""
         states = self.num_heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
         return self.num_layers * (states + self.channels * (self.kernel - 1) * dtype.itemsize)
-
-
-class DeltaHeads(Protocol):
-    """The heads of a layer. They compute outputs [tokens, values] from projected inputs [tokens, ...]."""
-
-    def whole(
-        self, projected: Tensor, packed: PackedStates, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Processes whole samples, or their continuations after `before` and `initial`.
-
-        Returns (outputs, last inputs of the convolution, states after the samples).
-        """
-        ...
-
-    def step(self, projected: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        """Processes one token of each sample. Returns the outputs and updates `before` and `states` in place."""
-        ...
 
 
 class SampleStates:

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.attention import halves_of_pairs
-from rltrain.models.delta_rule import (
-    PackedStates,
-    convolve,
-    convolve_step,
-    delta_rule_step,
-    gated_delta_rule,
-    gated_norm,
-    gates,
-)
+from rltrain.models.delta_rule import DeltaHeads
 from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TensorParallel
@@ -369,19 +361,24 @@ class LatentAttention:
 
 
 class DeltaLayer:
-    """Implements `AttentionLayer` and `DeltaHeads` for a rank's share of the heads.
+    """Implements `AttentionLayer` for a rank's share of the heads.
 
     It caches a state per sample and nothing per token.
     """
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         assert architecture.delta is not None
-        self._delta, self._group, self._eps = architecture.delta.shared_by(group.size), group, architecture.norm_eps
+        self._group = group
         self._norm = Norm(parameters["input_layernorm.weight"], architecture)
         self._projection = parameters.matrix("linear_attn.in_proj.weight")
-        self._convolution = parameters["linear_attn.conv1d.weight"]
-        self._log_rate, self._bias = parameters["linear_attn.A_log"], parameters["linear_attn.dt_bias"]
-        self._head_norm = parameters["linear_attn.norm.weight"]
+        self._heads = DeltaHeads(
+            architecture.delta.shared_by(group.size),
+            convolution=parameters["linear_attn.conv1d.weight"],
+            log_rate=parameters["linear_attn.A_log"],
+            bias=parameters["linear_attn.dt_bias"],
+            norm=parameters["linear_attn.norm.weight"],
+            eps=architecture.norm_eps,
+        )
         self._output = parameters.matrix("linear_attn.out_proj.weight")
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
@@ -390,37 +387,6 @@ class DeltaLayer:
     def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
         self._made(layer, hidden, attention)
 
-    def whole(
-        self, projected: Tensor, packed: PackedStates, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, gate, taken, kept = self._split(projected)
-        mixed, last = convolve(mixed, self._convolution, packed, before)
-        heads, final = gated_delta_rule(*self._heads(mixed), taken, kept, packed, initial)
-        return self._normed(heads, gate), last, final
-
-    def step(self, projected: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        mixed, gate, taken, kept = self._split(projected)
-        mixed = convolve_step(mixed, self._convolution, before)
-        return self._normed(delta_rule_step(*self._heads(mixed), taken, kept, states), gate)
-
     def _made(self, layer: int, hidden: Tensor, attention: Attention) -> Tensor:
         assert attention.states is not None, "the cache of this model must keep states"
-        return attention.states.run(layer, self, self._projection.product(self._norm(hidden)))
-
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Splits into the input of the convolution, the gates of heads, and how much they take in and keep of a
-        token."""
-        delta = self._delta
-        sizes = [delta.channels, delta.values, delta.num_heads, delta.num_heads]
-        mixed, gate, weights, decays = projected.split(sizes, dim=-1)
-        return mixed, gate, *gates(weights, decays, self._log_rate, self._bias)
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values, each of shape [tokens, heads, elements]."""
-        delta = self._delta
-        queries, keys, values = mixed.split([delta.keys, delta.keys, delta.values], dim=-1)
-        q, k = (part.unflatten(-1, (-1, delta.key_dim)) for part in (queries, keys))
-        return q, k, values.unflatten(-1, (-1, delta.value_dim))
-
-    def _normed(self, heads: Tensor, gate: Tensor) -> Tensor:
-        return gated_norm(heads, gate.reshape(heads.shape), self._head_norm, self._eps).flatten(1)
+        return attention.states.run(layer, self._heads, self._projection.product(self._norm(hidden)))

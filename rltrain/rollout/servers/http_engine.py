@@ -24,9 +24,8 @@ from rltrain.rollout.engine import (
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, LoopThread
-from rltrain.rollout.servers.disk_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.servers.fleet import Addresses, Fleet
-from rltrain.rollout.servers.http_weights import GroupWeights, Weights, shared_run
+from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights, GroupWeights, Weights, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 

@@ -29,6 +29,7 @@ from rltrain.rollout.engine import (
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
@@ -60,6 +61,7 @@ class SGLangEngine(RemoteEngine):
     - `verify` makes the server compare checksums of the weights after copying. It is replaced if they differ.
     - `routing`, on the first rank alone, makes samples return with the experts of each token.
     - `adapter` describes the low-rank adapters in the server, or is None.
+    - `images` are those of samples, with model.vision.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SGLangEngine(RemoteEngine):
         role: str = "rollout",
         routing: ServerRouting | None = None,
         adapter: AdapterSpec | None = None,
+        images: ServerImages | None = None,
     ) -> None:
         super().__init__(max_running_requests, max_context_tokens, tokenizer)
         self.delivery = delivery
@@ -101,6 +104,7 @@ class SGLangEngine(RemoteEngine):
                 seeded=seeded,
                 routing=routing,
                 adapter=ADAPTER if adapter else None,
+                images=images,
             )
 
     def start(self) -> None:
@@ -404,10 +408,16 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         role=site.role,
         routing=ServerRouting.of(site.architecture) if _records_routing(site) else None,
         adapter=_adapter(site),
+        images=_images(site),
     )
     engine.start()
     of_server = parts_of_server(engine, delivery, leave, leaves, has_adapters=_adapter(site) is not None)
     return HostedEngine(engine, of_server)
+
+
+def _images(site: EngineSite) -> ServerImages | None:
+    vision = site.architecture.vision
+    return None if site.images is None or vision is None else ServerImages(site.images, vision.merge)
 
 
 def _records_routing(site: EngineSite) -> bool:
@@ -519,7 +529,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         log_path=Path(config.output_dir) / "engines" / f"{of_role}rank{world.rank}.log",
         max_running_requests=settings.max_running_requests,
         max_context_tokens=settings.max_context_tokens,
-        needs_tokenizer=bool(settings.sampling.stop),
+        needs_tokenizer=bool(settings.sampling.stop) or site.images is not None,
         memory_saver=leaves,
         fp8=settings.dtype == "fp8",
         draws_during_syncs=site.draws_during_syncs,

@@ -63,7 +63,7 @@ class ServerSpec:
     max_running_requests: int
     max_context_tokens: int
     needs_tokenizer: bool
-    """Whether stop strings are configured."""
+    """Whether stop strings or images are used."""
     memory_saver: bool
     """Whether the server can release its memory and take it back."""
     fp8: bool

@@ -19,6 +19,7 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
 from rltrain.runtime.group_messages import broadcast_json
 
@@ -204,6 +205,16 @@ class InflightRequest(Drawing):
         if meta["finish_reason"] is not None:
             self.meta, self.end = meta, meta["finish_reason"]["type"]
 
+    def check_length(self) -> None:
+        """Raises EngineError if the server's context has another length. Then it has resized or lost images."""
+        found, expected = self.meta.get("prompt_tokens"), len(self.sample.context)
+        if found != expected and self.end != "abort":
+            raise EngineError(
+                f"SGLang has a context of {found} tokens for sample {self.sample.id} with {len(self.sample.images)} "
+                f"images; expected {expected}. It has resized images or lost them. Use a version of SGLang that takes "
+                "images with token ids, or <role>.engine: embedded"
+            )
+
     def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
         """Returns the ended sample, as `Drawing.ended` does. Raises EngineError if the response is inconsistent."""
         if not len(self.tokens) == len(self.logprobs) == self.meta["completion_tokens"]:
@@ -293,15 +304,18 @@ def generate_body(
     cache_key: str,
     seeded: bool,
     adapter: str | None = None,
+    images: ServerImages | None = None,
 ) -> dict[str, Any]:
     """Returns the body of one /generate for all `flights`, by their names in events.
 
-    All of them request the same routing. `adapter` is the name of the server's adapters, or None.
+    All of them request the same routing. `adapter` is the name of the server's adapters, or None. `images` are those of
+    the samples, or None if they have none.
     """
     routing = next(iter(flights.values())).routing
+    samples = [flight.sample for flight in flights.values()]
     return {
         "rid": [*flights],
-        "input_ids": [[*flight.sample.context] for flight in flights.values()],
+        **(images.fields(samples) if images else {"input_ids": [[*sample.context] for sample in samples]}),
         "sampling_params": [
             sampling_fields(flight.sample, flight.limit, sampling, seeded=seeded) for flight in flights.values()
         ],
@@ -327,7 +341,8 @@ class ServerSession:
 
     Sends no more samples than the server runs at once. So exactly the waiting samples get the newest weights. The
     server shares keys and values only between samples of the same `begin_version`. With `routing` samples return with
-    the experts of each token. All requests use the adapters named `adapter`.
+    the experts of each token. All requests use the adapters named `adapter`. `images` are those of samples, with
+    model.vision.
     """
 
     def __init__(
@@ -340,8 +355,9 @@ class ServerSession:
         seeded: bool,
         routing: ServerRouting | None = None,
         adapter: str | None = None,
+        images: ServerImages | None = None,
     ) -> None:
-        self._client, self._routing, self._adapter = client, routing, adapter
+        self._client, self._routing, self._adapter, self._images = client, routing, adapter, images
         self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
         self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
         self._sampling: SamplingParams | None = None
@@ -402,9 +418,15 @@ class ServerSession:
             if not self._flights:
                 self._alive_s = time.monotonic()
             self._flights |= flights
-            key, adapter = str(self._epoch), self._adapter
             self._client.generate(
-                generate_body(flights, self._sampling, cache_key=key, seeded=self._seeded, adapter=adapter)
+                generate_body(
+                    flights,
+                    self._sampling,
+                    cache_key=str(self._epoch),
+                    seeded=self._seeded,
+                    adapter=self._adapter,
+                    images=self._images,
+                )
             )
             num_free -= len(samples)
 
@@ -489,6 +511,8 @@ class ServerSession:
             flight.take(item, self._version)
             if meta["finish_reason"] is not None:
                 del self._flights[meta["id"]]
+                if self._images is not None:
+                    flight.check_length()
                 self._end(flight)
         return True
 

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from rltrain.models import Architecture
 from rltrain.models.attention import halves_of_pairs, inverse_frequencies
 from rltrain.models.families import LATENT_NORM_EPS
-from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
+from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
 

@@ -75,6 +75,7 @@ from rltrain.training.trainable import (
     TrainedModel,
     limits,
 )
+from rltrain.training.vision import TowerPass
 
 # Messages between pipeline stages: hidden states to the next stage, gradients to the previous one.
 
@@ -230,16 +231,11 @@ def run_schedule(
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
         sequences = _described(model, batch, shares, None if found is None else found[number])
-        if images is not None and chunk is chunks[0]:
-            vars(sequences)[IMAGES] = images.shown(number, partial(model.rows_of_tokens, batch))
+        _show(images if chunk is chunks[0] else None, number, model, batch, sequences)
         predicted = tell_following(sequences, batch) if predicts else None
         hidden_or_logits = chunk(
-            input_ids=batch.padded_tokens[None],
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=sequences,
+            input_ids=batch.padded_tokens[None], position_ids=None, attention_mask=None, packed_seq_params=sequences
         )
-
         return hidden_or_logits, partial(_last_stage, model, batch, outputs, shares, predicted)
 
     arguments: dict[str, Any] = {
@@ -257,7 +253,7 @@ def run_schedule(
         schedule = PIPELINED[len(chunks) > 1]
         arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
-    if images is not None and images.trains:
+    if images is not None:
         images.backward()
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
@@ -305,6 +301,14 @@ def _described(
         padding = (0, 0, 0, len(batch.padded_tokens) - len(of_rows))
         vars(sequences)[ROPE_POSITIONS] = torch.nn.functional.pad(of_rows, padding).T
     return sequences
+
+
+def _show(
+    images: TowerPass | None, number: int, model: LanguageModel, batch: MicroBatch, sequences: PackedSeqParams
+) -> None:
+    """Adds the images of micro-batch `number`, if the chunk has the embedding."""
+    if images is not None:
+        vars(sequences)[IMAGES] = images.shown(number, partial(model.rows_of_tokens, batch))
 
 
 # Evaluation of a Megatron model.

@@ -49,8 +49,8 @@ from rltrain.training.megatron.attention import (
 )
 from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
-from rltrain.training.megatron.fused import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
+from rltrain.training.megatron.platform import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.versions import dense_mlp
 from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
 

@@ -1,317 +1,275 @@
-"""A rank's part of a Megatron model on explicit process groups, and Megatron's config for it."""
+"""A rank's part of a Megatron model on explicit process groups."""
 
-import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.activations import squared_relu
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.config import schema
-from rltrain.config.models import Lora, RecomputedModule
-from rltrain.errors import ConfigError
-from rltrain.models import Architecture, YarnScaling
-from rltrain.models.checkpoint_model import local_mechanisms
+from rltrain.config.models import Lora
+from rltrain.models import Architecture
+from rltrain.models.attention import axis_of_frequency, inverse_frequencies
+from rltrain.models.registry import PREDICTIONS
 from rltrain.offload.activations import ActivationOffload
 from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.megatron_layout import Chunk, chunks_of, megatron_layout
+from rltrain.reshard.megatron_layout import Chunk, chunks_of, megatron_layout, padded_vocab_size
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
-from rltrain.training.megatron.attention import packed_sequences, thd_sequences
-from rltrain.training.megatron.chunk import ModelChunk, ModelOptions
-from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
-from rltrain.training.megatron.fused import rows_multiple
+from rltrain.training.logprobs import Logits, PackedModel
+from rltrain.training.megatron.attention import (
+    PositionRotaryEmbedding,
+    packed_sequences,
+    rotate_by_position,
+    thd_sequences,
+)
+from rltrain.training.megatron.context_parallel import BY_HEADS, sequences_of_share, thd_slices
+from rltrain.training.megatron.experts import round_experts
+from rltrain.training.megatron.layers import (
+    DeferredHead,
+    ValueHead,
+    bend_logits,
+    block_spec,
+    mark_parallel_weights,
+    predicting_layer_spec,
+    scale_embedding,
+    widen_projection,
+    word_embedding,
+)
 from rltrain.training.megatron.lora import Adapters, is_adapter
-from rltrain.training.megatron.platform import adapt_to_platform
-from rltrain.training.megatron.prediction import prediction_loss
-from rltrain.training.megatron.vision import SeeingTower
+from rltrain.training.megatron.model_config import (
+    ModelOptions,
+    check_dispatcher,
+    check_names_of_experts,
+    process_group_collection,
+    splits_sequences,
+    transformer_config,
+    uses_transformer_engine,
+)
+from rltrain.training.megatron.platform import adapt_to_platform, rows_multiple
+from rltrain.training.megatron.prediction import (
+    PredictionLayer,
+    PredictionLayers,
+    copy_of_embedding,
+    mark_shared,
+    prediction_loss,
+    told_following,
+)
+from rltrain.training.megatron.vision import SeeingTower, add_deepstack, with_images
 from rltrain.training.packing import MicroBatch, Packing
 from rltrain.training.vision import Sight, TowerPass
 
-# Megatron's process group collection for one role, from explicit rank lists.
+# Consecutive layers of a model with optional embedding and head, built of megatron-core's modules.
 
-# Fields with the same group as another field, since a role has a single optimizer instance.
-ALIASES = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp"}
-UNUSED = ("inter_dist_opt", "hcp")
+VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def process_group_collection(grid: Grid, groups: ProcessGroups) -> ProcessGroupCollection:
-    """Returns this rank's groups in `grid` under Megatron's field names. None: the rank is in no such group.
+class ModelChunk(LanguageModule):
+    """Consecutive layers of a model, sharded over tensor parallelism, with the embedding and head of `chunk`.
 
-    Megatron's global parallel state stays uninitialised, so roles with different grids can share a process.
-    """
-    collection = ProcessGroupCollection()
-    for field, group in groups_of_rank(grid, groups).items():
-        setattr(collection, field, group)
-    for alias, field in ALIASES.items():
-        setattr(collection, alias, getattr(collection, field))
-    for field in UNUSED:
-        setattr(collection, field, None)
-    return collection
+    It takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). With
+    context parallelism the ids are those of `LanguageModel.share` alone.
 
+    It returns hidden states on chunks without the head. With a vocabulary head it returns logits [1, tokens, padded
+    vocabulary / tp], or with `model.logits_chunk_tokens` the logits' inputs [1, tokens, hidden]. With a value head it
+    returns values [1, tokens], fp32 and whole on every tensor-parallel rank.
 
-# The layers of every pipeline stage, in the form of Megatron's config.
-
-
-class StageLayout(PipelineParallelLayerLayout):
-    """The layers of `chunks` [stages][chunks of a stage], for the rank at `stage`.
-
-    Megatron's own class asks the global parallel state for this rank's stage and number of chunks.
+    It is based on LanguageModule and TransformerBlock because Megatron deprecates GPTModel since release 0.19.
+    Parameters have the names of GPTModel.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Chunk]], stage: int) -> None:
-        by_depth = [chunk for interleaved in zip(*chunks, strict=True) for chunk in interleaved]
-        super().__init__([_layer_types(chunk) for chunk in by_depth], len(chunks))
-        self.stage = stage
+    rotary_pos_emb: torch.nn.Module
+    output_layer: torch.nn.Module
+    embedding: LanguageModelEmbedding
 
-    def get_layer_offset(
-        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
-    ) -> int:
-        """Returns the number of layers before this rank's chunk `vp_stage`. None: the rank has one chunk."""
-        before = (vp_stage or 0) * self.pipeline_model_parallel_size + self.stage
-        by_depth = [chunk for interleaved in zip(*self.layout, strict=True) for chunk in interleaved]
-        return sum(types.count(layer_type) for types in by_depth[:before])
-
-    def get_num_layers_to_build(
-        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
-    ) -> int:
-        """Returns the number of layers in this rank's chunk `vp_stage`."""
-        types: list[LayerType] = self.layout[self.stage][vp_stage or 0]
-        return types.count(layer_type)
-
-
-def _layer_types(chunk: Chunk) -> list[LayerType]:
-    ends = [LayerType.embedding] * chunk.embedding, [LayerType.loss] * chunk.head
-    return [*ends[0], *[LayerType.decoder] * len(chunk.layers), *ends[1]]
-
-
-# The choice of Megatron's or Transformer Engine's layers and of the expert dispatcher, with the obstacles to each.
-
-HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
-"""Limits of head sizes for context parallelism in Transformer Engine (2.20, utils.get_attention_backend)."""
-SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
-"""Transformer Engine's variable. If it is set, grouped products have one parameter for all experts."""
-
-
-def uses_transformer_engine(
-    model: schema.Model, device: torch.device, architecture: Architecture | None = None, grid: Grid | None = None
-) -> bool:
-    """Returns whether model.transformer_impl selects Transformer Engine here. Raises ConfigError if it is set but
-    unavailable.
-
-    It lacks fused attention over packed sequences in float32, layers of some architectures, and with context
-    parallelism some sizes and numbers of heads. Those cases use the local layers.
-    """
-    obstacle = obstacle_to_transformer_engine(model, device)
-    if obstacle is None and architecture is not None and (mechanisms := local_mechanisms(architecture)):
-        obstacle = (
-            f"the model has {mechanisms[0]}, and rltrain trains it only with Megatron's local layers",
-            "use another model",
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        chunk: Chunk,
+        collection: ProcessGroupCollection,
+        options: ModelOptions,
+        *,
+        number: int | None,
+    ) -> None:
+        """Takes `number`, the index of this chunk on the rank, or None if the rank has no other chunk."""
+        super().__init__(config=config, pg_collection=collection)
+        # Megatron's schedules, its gradient buffers and LanguageModule read these attributes.
+        self.model_type, self.vp_stage = ModelType.encoder_or_decoder, number
+        self.pre_process, self.post_process = chunk.embedding, chunk.head
+        self.share_embeddings_and_output_weights = architecture.tied_embeddings
+        self.vocab_size = padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
+        self.max_positions = architecture.max_positions
+        if self.pre_process:
+            self.embedding = word_embedding(config, self.vocab_size, self.max_positions, collection)
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=block_spec(architecture, config, chunk.layers, options.transformer_engine),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=collection,
+            vp_stage=number,
         )
-    if obstacle is None and architecture is not None and grid is not None and grid.cp > 1:
-        obstacle = _obstacle_to_shared_sequences(model, architecture, grid)
-    if model.transformer_impl == "transformer_engine" and obstacle is not None:
-        problem, remedy = obstacle
-        raise ConfigError(
-            f"model.transformer_impl is transformer_engine, but {problem}; set it to auto or local, or {remedy}"
-        )
-    return obstacle is None and model.transformer_impl != "local"
+        self._add_head(architecture, collection, options)
+        self._add_prediction(architecture, chunk, collection, options, number)
+        self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
+        if chunk.embedding and architecture.vision is not None:
+            add_deepstack(cast(torch.nn.ModuleList, self.decoder.layers), len(architecture.vision.deepstack))
+        if chunk.embedding and architecture.embedding_scale != 1:
+            scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
+        mark_parallel_weights(self)
+        if options.model.fake_quantization:
+            round_experts(self, options.model.fake_quantization)
+        # Padding rows of the vocabulary are in no checkpoint. Their gradients are zero, so they keep the zeros set
+        # here.
+        for name, parameter in self.named_parameters():
+            if name in VOCABULARY_PARAMETERS:
+                parameter.data.zero_()
 
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Sets the hidden states of the previous pipeline stage. Megatron's schedules call it."""
+        (hidden_states,) = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        self.decoder.set_input_tensor(hidden_states)
 
-def check_names_of_experts(architecture: Architecture) -> None:
-    """Raises ConfigError if Transformer Engine would keep a layer's experts in one parameter with another name."""
-    if architecture.moe and os.environ.get(SINGLE_PARAMETER, "0") not in ("", "0"):
-        raise ConfigError(
-            f"the environment variable {SINGLE_PARAMETER} is {os.environ[SINGLE_PARAMETER]}: Transformer Engine would "
-            "keep all experts of a layer in one parameter, but weight syncs and checkpoints need one per expert; "
-            "unset it, or set model.transformer_impl to local"
-        )
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: None = None,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+    ) -> Tensor:
+        """Returns hidden states, logits or values, as described in the class. Positions and masks come with the
+        sequences.
 
-
-def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid, device: torch.device) -> None:
-    """Raises ConfigError if model.moe.dispatcher is deepep and DeepEP cannot be used."""
-    if architecture.moe is None or model.moe.dispatcher != "deepep":
-        return
-    problem = None
-    if device.type != "cuda":
-        problem = "this machine has no GPU"
-    elif not HAVE_DEEP_EP:
-        problem = "megatron-core cannot import Buffer, EventHandle and EventOverlap of deep_ep"
-    elif grid.ep * (grid.etp or grid.tp) == 1:
-        problem = "every rank holds all experts (ep and etp are 1)"
-    if problem:
-        raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
-
-
-def obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
-    """Returns (obstacle, remedy), or None if Transformer Engine can be used."""
-    if model.dtype == "float32":
-        return (
-            "model.dtype is float32, and Transformer Engine has no float32 attention over packed sequences",
-            "set model.dtype to bfloat16",
-        )
-    if not HAVE_TE:
-        return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
-    return ("this machine has no GPU", "run on a machine with a GPU") if device.type != "cuda" else None
-
-
-def _obstacle_to_shared_sequences(
-    model: schema.Model, architecture: Architecture, grid: Grid
-) -> tuple[str, str] | None:
-    """Returns (obstacle, remedy) for context parallelism, or None.
-
-    There, Transformer Engine's attention uses only the kernels of cuDNN or flash-attn. With all_to_all every rank needs
-    key and value heads of its own.
-    """
-    mla = architecture.mla
-    sizes = (architecture.head_dim, mla.value_head_dim if mla else architecture.head_dim)
-    if any(size % HEAD_MULTIPLE or size > LARGEST_HEAD for size in sizes):
-        return (
-            f"with cp {grid.cp} its heads have at most {LARGEST_HEAD} elements, a multiple of {HEAD_MULTIPLE}, and "
-            f"the model's keys and values have {sizes[0]} and {sizes[1]}",
-            "set cp to 1",
-        )
-    num_kv_heads = max(1, architecture.num_kv_heads // grid.tp)
-    if model.cp_communication == "all_to_all" and num_kv_heads % grid.cp:
-        return (
-            f"with model.cp_communication all_to_all it distributes the {num_kv_heads} key-value heads of a "
-            f"tensor-parallel rank over cp {grid.cp} ranks, and cp does not divide their number",
-            "set model.cp_communication to auto",
-        )
-    return None
-
-
-# Settings of Megatron's config for attention, experts and recomputation.
-
-WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
-"""Modules whose outputs Megatron discards in the middle of a layer. Its function for this needs Transformer Engine's
-FP8 state."""
-
-
-def config_class(architecture: Architecture) -> type[TransformerConfig]:
-    """Returns the Megatron config class with the fields of `attention_settings`."""
-    return MLATransformerConfig if architecture.mla else TransformerConfig
-
-
-def attention_settings(architecture: Architecture, *, transformer_engine: bool) -> dict[str, Any]:
-    """Returns the settings of heads, their sizes and the scale of attention scores. ModelChunk replaces rotary
-    embeddings."""
-    mla, magnitude = architecture.mla, architecture.rotation_magnitude
-    if mla is None:
-        scale = architecture.attention_scale
-        if transformer_engine and magnitude != 1:  # its fused rotation of whole heads does not apply the magnitude
-            scale = architecture.score_scale * magnitude**2
-        return {
-            "num_query_groups": architecture.num_kv_heads,
-            "kv_channels": architecture.head_dim,
-            "softmax_scale": scale,
-            "attention_output_gate": architecture.gated_attention,
+        Collective over: the tensor- and context-parallel groups.
+        """
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        if embedded is not None:
+            embedded = with_images(embedded, packed_seq_params)
+        settings: dict[str, Any] = {
+            "attention_mask": None,
+            "packed_seq_params": packed_seq_params,
+            "rotary_pos_emb": self._angles(embedded, packed_seq_params),
         }
-    yarn = architecture.rope_scaling if isinstance(architecture.rope_scaling, YarnScaling) else None
-    return {
-        "q_lora_rank": mla.q_rank,
-        "kv_lora_rank": mla.kv_rank,
-        "qk_head_dim": mla.plain_head_dim,
-        "qk_pos_emb_head_dim": mla.rope_head_dim,
-        "v_head_dim": mla.value_head_dim,
-        "rotary_base": architecture.rope_theta,
-        "rope_type": "rope" if magnitude == 1 else "yarn",  # whether rotary embeddings have a magnitude
-        "rotary_scaling_factor": yarn.factor if yarn else 1.0,  # Megatron computes the scale of scores from these two
-        "mscale_all_dim": yarn.mscale_all_dim if yarn else 0.0,
-    }
+        hidden_states: Tensor = self.decoder(hidden_states=embedded, **settings)
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        outputs, _ = self.output_layer(hidden_states, weight=weight)
+        told = told_following(packed_seq_params)
+        if told is not None:  # after the head: its weights have arrived
+            assert self.mtp_settings is not None, "the model must train multi-token prediction"
+            inputs = hidden_states, self.embedding(input_ids=told.following[None], position_ids=None)
+            told.states = self.mtp.only(
+                *(inputs if self.mtp_settings.trains == "model" else (one.detach() for one in inputs)), **settings
+            )
+        by_sample: Tensor = outputs.transpose(0, 1).contiguous()
+        return by_sample
 
+    def _angles(self, embedded: Tensor | None, sequences: PackedSeqParams) -> Tensor | None:
+        """Returns the angles of rotary embeddings. Layers with latent attention make their own."""
+        if self.config.multi_latent_attention:
+            return None
+        rotary = cast(PositionRotaryEmbedding | RotaryEmbedding, self.rotary_pos_emb)
+        length = rotary.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
+        angles: Tensor = rotary(length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group)
+        return angles
 
-def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
-    """Returns the settings of MLP activations.
+    @property
+    def vocabulary(self) -> Tensor:
+        """This rank's vocabulary weights of a chunk with the head, [padded vocabulary / tp, hidden]."""
+        own = cast(Tensor | None, self.output_layer.weight)
+        return cast(Tensor, self.embedding.word_embeddings.weight) if own is None else own
 
-    On GPUs Megatron fuses a SiLU gate itself. Other gates are modules. Without a gate it is Megatron's own activation.
-    """
-    if not architecture.gates_mlps:
-        return {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False}
-    silu = architecture.activation == "silu"
-    return {
-        "gated_linear_unit": True,
-        "activation_func": F.silu if silu else F.gelu,  # the tanh form if Megatron fuses it, and in block_spec
-        "bias_activation_fusion": cuda and silu,
-        "use_te_activation_func": not (cuda and silu),  # a fused one, chosen in block_spec
-    }
+    def _add_head(self, architecture: Architecture, collection: ProcessGroupCollection, options: ModelOptions) -> None:
+        """Adds the projection to the vocabulary or the value head, if this chunk has the head.
 
+        Collective over: first and last pipeline stage, if embeddings are tied.
+        """
+        if architecture.head == "value":
+            if self.pre_process:
+                self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+            if self.post_process:
+                self.output_layer = ValueHead(self.config, collection.tp)
+            return
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=collection.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        if not self.post_process:
+            return
+        if options.model.logits_chunk_tokens is not None:
+            self.output_layer = DeferredHead(self.output_layer, self.config, collection.tp)
+        elif options.has_wide_head:
+            widen_projection(self.output_layer)
+        if architecture.logits_softcap is not None:
+            bend_logits(self.output_layer, architecture.logits_softcap)
 
-def splits_sequences(architecture: Architecture, grid: Grid, parallel: schema.Parallel) -> bool:
-    """Returns whether tensor-parallel ranks split the tokens outside of attention and MLPs (sequence parallelism).
+    def _add_prediction(
+        self,
+        architecture: Architecture,
+        chunk: Chunk,
+        collection: ProcessGroupCollection,
+        options: ModelOptions,
+        number: int | None,
+    ) -> None:
+        """Adds the multi-token prediction layer, if the chunk has it."""
+        self.mtp_settings = options.model.mtp
+        if architecture.predicts and chunk.embedding and not chunk.head:
+            mark_shared(self.embedding)
+        if not chunk.prediction:
+            return
+        config, shape, depth = self.config, PREDICTIONS[architecture.family], len(chunk.layers) + 1
+        spec = predicting_layer_spec(architecture, config, options.transformer_engine)
+        self.mtp = PredictionLayers(PredictionLayer(shape, config, spec, depth, collection, vp_stage=number))
+        if not chunk.embedding:
+            self.embedding = copy_of_embedding(config, self.vocab_size, architecture.max_positions, collection)
 
-    Megatron requires it for experts. Without it, Megatron's latent attention has wrong gradients. For the rotated key
-    each rank would have only its own heads' part, and gradients of the queries' norm would be summed.
-    """
-    return grid.tp > 1 and (parallel.sequence_parallel or architecture.is_split_by_tokens)
-
-
-def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE, *, grouped: bool) -> dict[str, Any]:
-    """Returns the settings of routing and experts, empty for a dense model. `grouped`: one kernel for all experts of a
-    rank."""
-    moe = architecture.moe
-    if moe is None:
-        return {}
-    chosen_groups = moe.top_groups < moe.num_groups
-    return {
-        "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [int(sparse) for sparse in architecture.sparse_layers] if moe.dense_layers else 1,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": moe.shared_gate,
-        "moe_grouped_gemm": grouped,
-        "moe_token_dispatcher_type": "flex" if settings.dispatcher == "deepep" else settings.dispatcher,
-        "moe_flex_dispatcher_backend": "deepep",
-        "moe_router_topk": moe.top_k,
-        "moe_router_dtype": "fp32",
-        "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalized,
-        "moe_router_topk_scaling_factor": moe.scaling,
-        "moe_router_num_groups": moe.num_groups if chosen_groups else None,
-        "moe_router_group_topk": moe.top_groups if chosen_groups else None,
-        # Routers have their own biases, losses and counts.
-        "moe_router_enable_expert_bias": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": settings.aux_loss_coef,
-        "moe_z_loss_coeff": settings.z_loss_coef,
-        "expert_model_parallel_size": grid.ep,
-        "expert_tensor_parallel_size": grid.etp or grid.tp,
-    }
-
-
-def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
-    """Returns the settings of recomputation. Raises ConfigError if they need Transformer Engine and it is not
-    installed."""
-    lacking = [module for module in WITH_TRANSFORMER_ENGINE if recompute.repeats(module) and not HAVE_TE]
-    if lacking:
-        raise ConfigError(
-            f"model.recompute.modules: got {', '.join(lacking)}, but Megatron needs Transformer Engine for it and "
-            "transformer_engine.pytorch cannot be imported; expected core_attn, mlp, moe, shared_experts, or "
-            "model.recompute: full"
-        )
-    if recompute.granularity == "none":
-        return {}
-    if recompute.granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": [*recompute.modules]}
-    method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
+        if architecture.mla:
+            rotate_by_position(self, architecture, device)
+            return
+        frequencies = inverse_frequencies(architecture).to(device)
+        if transformer_engine:
+            self.rotary_pos_emb = RotaryEmbedding(
+                self.config.kv_channels,
+                rotary_percent=1.0,
+                use_cpu_initialization=self.config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+            self.rotary_pos_emb.inv_freq = frequencies
+        elif architecture.sliding_rope_theta is None:
+            axes = axis_of_frequency(architecture)
+            axes = None if axes is None else axes.to(device)
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, axes=axes)
+        else:
+            of_sliding = inverse_frequencies(architecture, sliding=True).to(device)
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, of_sliding)
 
 
 # A rank's part of a model, built from megatron-core's modules on explicit process groups.
@@ -515,7 +473,8 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
         parameters = ((name, tensor) for name, tensor in chunk.named_parameters() if not is_adapter(name))
         held |= {prefix + name: tensor for name, tensor in (*parameters, *biases)}
     if model.vision is not None:
-        held |= model.vision.named_weights("0." if len(model.chunks) > 1 else "")
+        of_tower = model.vision.named_weights("0." if len(model.chunks) > 1 else "")
+        held |= {name: weight for name, weight in of_tower if not is_adapter(name)}
     return held
 
 
@@ -531,8 +490,6 @@ def adapters_layout_of_model(
 def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
     """Freezes a built model and adds adapters. All of them are zero."""
     options = model.options
-    if model.vision is not None:
-        model.vision.requires_grad_(False)
     model.adapters = Adapters(
         cast(Sequence[torch.nn.Module], model.chunks),
         adapters_layout_of_model(model.architecture, model.grid, settings, model=options.model, device=model.device),
@@ -541,54 +498,7 @@ def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapter
         model.pg_collection,
         sequence_parallel=model.config.sequence_parallel,
         seed=seed,
+        tower=None if model.vision is None else model.vision.module,
     )
     check_device(model, model.device, on_host=HOST_TENSORS)
     return model.adapters
-
-
-def transformer_config(architecture: Architecture, grid: Grid, stage: int, options: ModelOptions) -> TransformerConfig:
-    """Returns Megatron's config for pipeline stage `stage`."""
-    model = options.model
-    dtype, cuda = getattr(torch, model.dtype), options.device.type == "cuda"
-    return config_class(architecture)(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_heads,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        normalization="LayerNorm" if architecture.norm_bias else "RMSNorm",
-        layernorm_epsilon=architecture.norm_eps,
-        layernorm_zero_centered_gamma=architecture.norm_offset != 0,
-        add_bias_linear=False,
-        add_qkv_bias=architecture.qkv_bias,
-        qk_layernorm=architecture.qk_norm or architecture.mla is not None,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=grid.tp,
-        context_parallel_size=grid.cp,
-        cp_comm_type=BY_HEADS if model.cp_communication == "all_to_all" else RING,
-        pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
-        pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,
-        sequence_parallel=splits_sequences(architecture, grid, options.parallel),
-        params_dtype=dtype,
-        pipeline_dtype=getattr(torch, model.residual),
-        fp32_residual_connection=model.residual != model.dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        use_cpu_initialization=options.device.type == "cpu",
-        perform_initialization=False,
-        bias_dropout_fusion=cuda,
-        apply_rope_fusion=options.transformer_engine and architecture.mla is None,
-        gradient_accumulation_fusion=cuda
-        # Fusion would accumulate gradients into the rounded weights, and these are not kept.
-        and model.fake_quantization is None
-        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        deallocate_pipeline_outputs=True,
-        batch_p2p_sync=False,
-        # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.
-        calculate_per_token_loss=True,
-        **activation_settings(architecture, cuda=cuda),
-        **recompute_settings(model.recomputed),
-        **attention_settings(architecture, transformer_engine=options.transformer_engine),
-        **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),
-    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.families import LATENT_NORM_EPS
-from rltrain.training.megatron.fused import RmsNorm, takes_fused
+from rltrain.training.megatron.platform import RmsNorm, takes_fused
 
 
 def parameter_device(config: TransformerConfig) -> str | int:

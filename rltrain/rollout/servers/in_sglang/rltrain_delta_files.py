@@ -2,8 +2,8 @@
 
 The manifest, MANIFEST, names the base version and the new version, with the size and checksum of each file. A file is
 in the safetensors format. It has three arrays for every changed tensor, encoded as in csrc/reshard_delta.h. Its
-metadata has the tensors' dtype and shape, and their checksum after the change. rltrain/rollout/servers/disk_weights.py
-writes the files. Needs only torch, because an engine's Python may lack rltrain.
+metadata has the tensors' dtype and shape, and their checksum after the change. rltrain/rollout/delta_form.py writes the
+files. Needs only torch, because an engine's Python may lack rltrain.
 """
 
 import json

@@ -9,8 +9,39 @@ from functools import partial
 
 from rltrain.errors import DataError
 from rltrain.rollout.engine import Engine, SamplingParams, StopStrings, Tokenizer
-from rltrain.rollout.groups import Mail, PendingTurn
 from rltrain.rollout.sample import Sample, Status
+
+# Turns requested from outside, beside the groups of the engine.
+
+
+@dataclass(frozen=True)
+class PendingTurn:
+    """A pending sample with a requested turn. Samples requested at the same time have distinct ids."""
+
+    sample: Sample
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    """Stop strings of this request, added to those of `sampling`.
+
+    They are only matched within the text of the turn. The tokens of a match are part of the turn.
+    """
+    is_watched: bool = False
+    """Whether the caller wants to see its progress."""
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Requests since the last decode step. Equal on all ranks of the engine."""
+
+    turns: tuple[PendingTurn, ...] = ()
+    given_up: frozenset[int] = frozenset()
+    """Ids of samples with requested turns that nothing waits for any more."""
+    forgotten: frozenset[int] = frozenset()
+    """Ids of samples without a further turn."""
+
+    def __bool__(self) -> bool:
+        return bool(self.turns or self.given_up or self.forgotten)
+
 
 # The requests of a server to the thread with the engine.
 
@@ -229,7 +260,7 @@ class _Entry:
 
 @dataclass
 class EngineFeed:
-    """Runs the turns of a mailbox on `engine`, beside the engine's other samples. Implements `Guests`.
+    """Runs the turns of a mailbox on `engine`, beside the engine's other samples.
 
     Call `begin_step` with the `mail` before every decode step, and `end_step` with the finished samples after it. All
     calls come from the engine's thread. If another caller suspends the engine, pass the samples to `take_back`. They
@@ -264,7 +295,8 @@ class EngineFeed:
         return len(self._running) + sum(map(len, self._waiting.values()))
 
     def mail(self) -> Mail | None:
-        """Returns the news for the next decode step, or None if there is nothing to do. See `Guests`."""
+        """Returns the news for the next decode step, or None if there is nothing to do. Called on the engine's first
+        rank."""
         assert self.mailbox is not None, "the engine's first rank is asked"
         come = self.mailbox.take()
         mail = replace(come, given_up=come.given_up | self._cut)

@@ -1,0 +1,56 @@
+"""Images of samples, in the form of requests to SGLang."""
+
+import base64
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from rltrain.data.images import png_of
+from rltrain.rollout.sample import Sample
+from rltrain.runtime.image_files import ImageStore
+
+MAX_ENCODED_BYTES = 2**28
+"""Most characters of encoded images to keep for further requests."""
+
+
+class ServerImages:
+    """The images of samples for a server. `merge` is the height and width of a token in patches.
+
+    Images are sent with the pixels of the store, so the server resizes none of them. They are encoded once for all
+    samples of a prompt.
+    """
+
+    def __init__(self, store: ImageStore, merge: int) -> None:
+        self._store, self._merge = store, merge
+        self._encoded: OrderedDict[int, str] = OrderedDict()
+        self._num_bytes = 0
+
+    def fields(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Returns the fields `input_ids` and `image_data` of a request for `samples`.
+
+        Each image is one placeholder among the ids, because the server repeats placeholders itself.
+        """
+        ids = [self._shortened(sample) for sample in samples]
+        images = [[self._url(image.key) for image in sample.images] for sample in samples]
+        return {"input_ids": ids, **({"image_data": [of or None for of in images]} if any(images) else {})}
+
+    def _shortened(self, sample: Sample) -> list[int]:
+        """Returns the context with one placeholder for each image."""
+        context, ids, place = sample.context, list[int](), 0
+        for image in sample.images:
+            ids += context[place : image.begin + 1]
+            place = image.begin + image.num_tokens(self._merge)
+        return [*ids, *context[place:]]
+
+    def _url(self, key: int) -> str:
+        if (known := self._encoded.get(key)) is not None:
+            self._encoded.move_to_end(key)
+            return known
+        png = png_of(Image.fromarray(self._store.pixels(key)[0]))
+        url = self._encoded[key] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        self._num_bytes += len(url)
+        while self._num_bytes > MAX_ENCODED_BYTES and len(self._encoded) > 1:
+            self._num_bytes -= len(self._encoded.popitem(last=False)[1])
+        return url
