@@ -1,6 +1,6 @@
 """Embedded engines for tiny vision-language models, and samples with images for them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from rltrain.models.vision import PlacedImage
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
+from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
@@ -70,13 +71,14 @@ def start_engine(
     cache_bytes: float = 1e6,
     max_patches: int = 4096,
     trains: bool = True,
+    matrices: Mapping[str, Matrix] | None = None,
     max_running_requests: int = 16,
     max_context_tokens: int = 256,
 ) -> Served:
     """Returns an engine that shows images of `store`. Its KV cache has blocks for `kv_tokens`, or slots."""
     folder, architecture, parameters = loaded
     assert architecture.vision is not None
-    tower = tower_of(architecture.vision, folder, parameters, CPU)
+    tower = tower_of(architecture.vision, folder, parameters, matrices or {}, CPU)
     limits = ImageLimits(max_patches, cache_bytes, trains=trains)
     images = EngineImages(architecture.vision, tower, store, (MEAN, STD), limits, CPU)
     budget = None
@@ -90,6 +92,7 @@ def start_engine(
         max_running_requests=max_running_requests,
         max_context_tokens=max_context_tokens,
         dtype=torch.float32,
+        matrices=matrices,
         kv_budget=budget,
         images=images,
     )

@@ -14,10 +14,14 @@ from rltrain.config.models import VisionSettings
 from rltrain.errors import DataError
 from rltrain.models.vision import Tower
 from rltrain.models.vision_tower import patches_of
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.megatron_layout import adapter_pairs
 from rltrain.rollout.embedded import generation
 from rltrain.rollout.embedded.block_tables import GB
 from rltrain.rollout.embedded.images import keyed
+from rltrain.rollout.embedded.parameters import adapted_matrices
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import workspace
 from rltrain.runtime.grid import Grid
@@ -305,3 +309,26 @@ def test_no_more_is_live_than_the_workspace(model: Model, tmp_path: Path) -> Non
         vision=settings,
     )
     assert 0.5 * needed.generating < live.most < needed.generating
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_separate_adapters_equal_merged_ones(model: Model, store: ImageStore) -> None:
+    folder, architecture, parameters = model.ours
+    layout, scale = engine_layout(architecture.adapted(2, None, vision=True), Grid((0,)), dtype="float32"), 0.5
+    generator = torch.Generator().manual_seed(0)
+    adapters = {
+        name: 0.2 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in allocate_parameters(layout, 0, device="cpu").items()
+    }
+    merged = {name: parameter.clone() for name, parameter in parameters.items()}
+    for pair in adapter_pairs(layout, 0):
+        a, b = (adapters[name] for name in pair.names)
+        halves = zip(a.chunk(len(pair.rows_of_parts)), b.split([*pair.rows_of_parts]), strict=True)
+        merged[pair.adapted] += scale * torch.cat([right @ left for left, right in halves])
+    beside = adapted_matrices(layout, 0, parameters | adapters, {}, scale)
+    assert any(name.startswith("vision.") for name in beside)
+    apart, _ = start_engine(Loaded(folder, architecture, parameters | adapters), store, matrices=beside)
+    whole, _ = start_engine(Loaded(folder, architecture, merged), store)
+    for found, expected in zip(*(engine.generate(mixed_samples(), GREEDY) for engine in (apart, whole)), strict=True):
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

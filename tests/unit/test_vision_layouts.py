@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3VLMoeForConditionalGeneration
@@ -27,6 +28,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
+from tests.support.plan_simulation import Side, reshard
 from tests.support.vision_checkpoints import (
     CONFIGS,
     IMAGE_TOKEN,
@@ -201,6 +203,29 @@ def test_a_reshard_moves_every_bit(checkpoint: Path) -> None:
             found = moved(source, destination, held)
             trained = {name: value for name, value in found.items() if wanted[name].numel() == value.numel()}
             assert_same(trained, wanted)
+
+
+@pytest.mark.parametrize(
+    ("training", "engine"), [({"tp": 2, "pp": 2}, {"tp": 2}), ({"pp": 2}, {"tp": 1}), ({"tp": 4}, {"tp": 4})], ids=str
+)
+def test_every_rank_of_engines_receives_the_tower(
+    checkpoint: Path, training: dict[str, int], engine: dict[str, int]
+) -> None:
+    architecture = read_architecture(checkpoint, sees=True)
+    if architecture.delta and training == {"tp": 4}:
+        training = engine = {"tp": 2}
+    layouts = (
+        megatron_layout(architecture, Grid((0, 1, 2, 3), **training)),
+        engine_layout(architecture, Grid((2, 3, 4, 5), **engine)),
+    )
+    source, destination = (
+        Side(layout, {rank: arrays(checkpoint, layout, rank) for rank in layout.ranks}) for layout in layouts
+    )
+    reshard(source, destination, ranks_per_node=3)
+
+
+def arrays(folder: Path, layout: Layout, rank: int) -> dict[str, NDArray[np.float32]]:
+    return {name: value.numpy() for name, value in loaded(folder, layout, rank).items()}
 
 
 # Files.
@@ -387,3 +412,14 @@ def test_a_published_config_has_the_published_number_of_parameters(name: str, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = canonical_tensors(read_architecture(tmp_path, sees=True)).shapes
     assert sum(map(prod, shapes)) == count
+
+
+# Without model.vision.
+
+
+def test_without_images_it_is_the_language_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Everything depends on the architecture alone, so it computes what the family of texts does."""
+    found = read_architecture(checkpoint)
+    texts = read_architecture(language_model(checkpoint, tmp_path / "texts"))
+    of_files = {name: getattr(texts, name) for name in ("family", "decoder_prefix", "stacked_experts")}
+    assert replace(found, **of_files) == texts

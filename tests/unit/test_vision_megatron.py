@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from rltrain.algorithms.losses import LossOutput
 from rltrain.cli.parity import world_of_one
 from rltrain.config import schema
 from rltrain.config.models import Lora
@@ -33,7 +34,7 @@ from rltrain.training.megatron.model import add_adapters
 from rltrain.training.megatron.vision import add_deepstack
 from rltrain.training.packing import pack
 from rltrain.training.trainable import TrainedModel
-from rltrain.training.vision import Tower, TowerPass, pieces_of
+from rltrain.training.vision import Sight, Tower, TowerPass, pieces_of
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
 from tests.support.trained_models import (
@@ -41,13 +42,23 @@ from tests.support.trained_models import (
     gradient_differences,
     groups_on,
     in_training,
+    megatron_model,
     summed_gradients,
     write_state,
 )
-from tests.support.vision_checkpoints import tiny_config, tiny_vision, write_checkpoint, write_gradients
+from tests.support.vision_checkpoints import (
+    load_model,
+    model_inputs,
+    tiny_config,
+    tiny_vision,
+    write_checkpoint,
+    write_gradients,
+)
 from tests.support.vision_samples import (
     KEYS,
+    MEAN,
     SAMPLES,
+    STD,
     experience_of,
     for_transformers,
     open_store,
@@ -164,6 +175,26 @@ def test_an_optimizer_step_changes_the_tower_only_if_it_is_trained(
     saved = {name.partition("/")[2] or name for name in trained.save_state().tensors}
     assert any("patch_embed" in name for name in saved) == trains
     assert towers <= dict(trained.served).keys(), "engines get a frozen tower too"
+
+
+def test_a_critic_scores_samples_with_images(qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore) -> None:
+    architecture = read_architecture(qwen3_vl.folder, sees=True).value_model()
+    sight = Sight(qwen3_vl.folder, MEAN, STD, schema.VisionSettings(), store)
+    model = megatron_model(qwen3_vl.folder, GRID, groups, architecture=architecture, sight=sight)
+    weight = torch.randn(1, architecture.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.weights["output_layer.weight"].copy_(weight)
+    decoder, expected = load_model(qwen3_vl.folder).model, []
+    for ids, images in for_transformers(SAMPLES):
+        with torch.no_grad():
+            states = decoder(**model_inputs(qwen3_vl.folder, ids, images)).last_hidden_state[0]
+        expected.append(states @ weight[0])
+    trained = in_training(model, updates=1, max_tokens=TOGETHER, optimizer={"lr": 1e-2}, role="critic")
+    scores = trained.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER)
+    assert scores == pytest.approx(torch.cat(expected), abs=TOLERANCE)
+    before = copied(trained)
+    trained.train_batch(experience_of(SAMPLES), lambda samples, values: LossOutput(values.sum(), values.new_ones(())))
+    assert changed(before, trained) == before.keys()
 
 
 def test_a_run_with_a_frozen_tower_resumes_with_the_tower_of_the_checkpoint(
