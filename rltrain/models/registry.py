@@ -187,6 +187,7 @@ QWEN3_VL = Family(
     rope_kinds=MROPE_KINDS,
     carried=("model.visual.",),
     built_as="qwen3",
+    sglang=True,
 )
 
 FAMILIES = {
@@ -278,7 +279,6 @@ FAMILIES = {
         SWITCHED,
         table=replace(LLAMA, vision=QWEN2_5_VL_TOWER),
         qkv_bias=True,
-        sglang=False,
         nested="text_config",
         nested_optional=True,
         files=NamesInFiles(tower=TOWER_PREFIX),

@@ -9,7 +9,7 @@ from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
-from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
+from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, TOWERS, UNTOLD_FAMILIES
 from rltrain.planning.problems import (
     adapted_model_problems,
     evaluated_text,
@@ -89,6 +89,11 @@ def served_mechanism_problems(config: Config, role: str, grid: Grid, architectur
             f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
             "supports; expected embedded"
         )
+    if architecture.vision is not None and grid.tp > 1:
+        yield (
+            f"{config.parallel_of(role)[1]}.tp: got {grid.tp} with {role}.engine sglang and model.vision; expected 1: "
+            "a weight sync sends the whole vision tower to every rank, but a server splits it"
+        )
 
 
 def _lacking_in_sglang(architecture: Architecture) -> str | None:
@@ -97,6 +102,7 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
     found = {
         "sliding windows": architecture.windows is not None,
         f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
+        "a vision tower, but no model.vision": architecture.family in TOWERS and architecture.vision is None,
         "biases in MLPs (mlp_bias)": architecture.mlp_bias,
         "dynamic RoPE scaling (SGLang scales short texts too)": isinstance(scaling, DynamicScaling),
         "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
