@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rltrain.data.prompts import Needs, PromptDataset, load_prompts, measured_im
 from rltrain.data.row_index import IndexedRows, IndexFolder
 from rltrain.data.rows import read_rows, rows_of_table
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
-from rltrain.errors import DataError
+from rltrain.errors import CheckpointError, DataError
 from rltrain.models.rope_positions import rope_positions
 from rltrain.roles.inputs import identity
 from rltrain.runtime.job_store import JobStore
@@ -701,6 +702,14 @@ def test_a_template_without_a_place_for_images_is_refused(load: Load, checkpoint
     blind = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}"
     with pytest.raises(DataError, match="1 images, but 0 places for images; expected as many of both: a chat template"):
         format_with(checkpoint, blind).prompt([user(raw("wide"), text("?"))])
+
+
+def test_a_tokenizer_without_the_placeholder_is_refused(checkpoint: Path) -> None:
+    data = schema.Data(train=schema.PromptFile(path="t"))
+    images = replace(ImageRules.read(checkpoint, data.images), image_token=10_000)
+    encoder = PromptEncoder(load_tokenizer(checkpoint), data, images=images)
+    with pytest.raises(CheckpointError, match=r"no token 10000, the image_token_id of config\.json"):
+        assert encoder.placeholder
 
 
 # Large files, and columns for reward functions.
