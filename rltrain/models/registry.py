@@ -305,6 +305,7 @@ FAMILIES = {
 PREDICTIONS = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
 TOWERS = tuple(name for name, family in FAMILIES.items() if family.tower)
 """Families with a vision tower."""
+TURNED = tuple(name for name, family in FAMILIES.items() if family.turns_experts)
 SERVED_BY_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sglang)
 UNTOLD_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.tells_samples)
 BIASED_ROUTERS = tuple(name for name, family in FAMILIES.items() if family.chooses_by_bias)

@@ -9,7 +9,7 @@ from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
-from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, TOWERS, UNTOLD_FAMILIES
+from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, TOWERS, TURNED, UNTOLD_FAMILIES
 from rltrain.planning.problems import (
     adapted_model_problems,
     evaluated_text,
@@ -114,8 +114,9 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Yields the problems of the model of an engine. Servers at URLs are not checked."""
+    """Yields the problems of the model of an engine. Of servers at URLs, only the delivery of weights is checked."""
     if config.served(role).engine == "http":
+        yield from _delivery_problems(config, role, architecture)
         return
     if architecture.unlisted:
         path, key = config.checkpoint_of(role)
@@ -144,6 +145,23 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
             "over all of their ranks"
         )
     yield from _share_problems(parallel_key, grid, architecture)
+
+
+def _delivery_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Yields the problems of sending a model's weights to servers at URLs."""
+    vision, lora = config.model.vision, config.model.lora
+    if architecture.vision is not None and vision is not None and (lora.vision if lora else vision.train):
+        trained = "model.lora.vision" if lora else f"{VISION}.train"
+        yield (
+            f"{role}.engine: got http with {trained} true, but its servers keep the features of earlier images over "
+            f"weight syncs; expected embedded or sglang, or {trained}: false"
+        )
+    served = config.served(role)
+    if architecture.family in TURNED and (served.http.weights != "folder" or config.weight_sync.delta):
+        yield (
+            f"{role}.engine: got http with a model of {architecture.family}, whose files have experts in another form; "
+            f"expected {role}.http.weights: folder without weight_sync.delta, or embedded or sglang"
+        )
 
 
 def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

@@ -74,6 +74,7 @@ LONG_ANSWERS = {"max_response_tokens": 4000}
 SGLANG = {"rollout": {"engine": "sglang"}}
 CP = {"actor": {"parallel": {"cp": 2}}}
 VISION = tiny_architecture("qwen3_vl", max_positions=4096)
+HTTP = {"rollout": {"engine": "http", "urls": ("http://a:1",)}}
 GLM, NEMOTRON = (tiny_architecture(family, max_positions=4096) for family in ("glm4_moe", "nemotron"))
 ONE_KEY_HEAD = replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1))  # type: ignore[type-var]
 PART_TURNED = replace(SCALED, family="glm4_moe", rotary_dim=2)
@@ -164,6 +165,21 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             replace(VISION, vision=tiny_vision("qwen3_vl")),
             {"rollout": {"engine": "sglang", "parallel": {"tp": 2}}},
             ["rollout.parallel.tp: got 2 with rollout.engine sglang and model.vision; expected 1"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {**HTTP, "model": {"path": "m", "vision": {}}},
+            ["rollout.engine: got http with model.vision.train true", "or model.vision.train: false"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {**HTTP, "model": {"path": "m", "vision": {}, "lora": {"rank": 2, "vision": True}}},
+            ["rollout.engine: got http with model.lora.vision true"],
+        ),
+        (
+            tiny_architecture("qwen3_vl_moe", moe=MOE["qwen3_moe"], max_positions=4096),
+            {"rollout": {**HTTP["rollout"], "http": {"weights": "group"}}},
+            ["rollout.engine: got http with a model of qwen3_vl_moe", "rollout.http.weights: folder"],
         ),
         (DELTA_MODEL, TRANSFORMER_ENGINE, ["model.transformer_impl", "gated delta nets", LOCAL]),
     ],
