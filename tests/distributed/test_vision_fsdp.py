@@ -19,7 +19,9 @@ def quick_world(folder: Path) -> Ranks:
 
 @made_once
 def slow_world(folder: Path) -> Ranks:
-    return run_case("cases_vision_fsdp:comparisons", 2, folder=folder, names=[name for name in WAYS if name not in QUICK])
+    return run_case(
+        "cases_vision_fsdp:comparisons", 2, folder=folder, names=[name for name in WAYS if name not in QUICK]
+    )
 
 
 @pytest.mark.parametrize("name", slow_but(WAYS, *QUICK))
