@@ -71,7 +71,7 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
         return {"weights": models * elements * job.item_bytes}
     frozen, lora = 0, job.config.lora_of(role)
     if lora:
-        adapted = job.architectures[role].adapted(lora.rank, lora.targets)
+        adapted = job.architectures[role].adapted(lora.rank, lora.targets, vision=lora.vision)
         frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
         elements = held_elements(adapted, job.grids[role])
     if getattr(job.config, role).optimizer.cpu_offload:
@@ -168,7 +168,7 @@ def learns_adapters(job: PlannedJob, role: str) -> bool:
 def learned_architecture(job: PlannedJob, role: str) -> Architecture:
     """Returns the architecture of the trained weights: the role's model, or its adapters."""
     architecture, lora = job.architectures[role], job.config.lora_of(role)
-    return architecture.adapted(lora.rank, lora.targets) if lora else architecture
+    return architecture.adapted(lora.rank, lora.targets, vision=lora.vision) if lora else architecture
 
 
 def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:

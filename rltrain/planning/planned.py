@@ -256,7 +256,7 @@ class PlannedJob:
         lora, grid = self.config.model.lora, self.grids[role]
         if lora is None or not self.config.keeps_adapters_apart(role):
             return 0
-        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets)
+        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets, vision=lora.vision)
         return served_bytes(adapted, grid.tp, self.config.model.dtype, False, grid.ep)
 
     def served_bytes_of(self, role: str) -> int:

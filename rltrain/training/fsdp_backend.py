@@ -238,7 +238,7 @@ class FsdpBackend(TrainingBackend):
         return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
 
     def layout_of_adapters(self, site: ModelSite, lora: Lora) -> Layout:
-        return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
+        return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets, vision=lora.vision), site.grid)
 
     def build(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> ShardedModel:
         trains_all = trains and lora is None

@@ -37,6 +37,7 @@ from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
 from rltrain.models.registry import FAMILIES
+from rltrain.models.table import NESTED_TOWER_PREFIX
 from rltrain.models.vision import Vision
 from rltrain.models.vision_tower import build_tower
 from rltrain.offload.device_memory import check_device, move_to_device
@@ -145,11 +146,18 @@ class ShardedAdapters(AdapterMode):
     can move between backends.
     """
 
-    def __init__(self, module: torch.nn.Module, architecture: Architecture, settings: Lora, seed: int) -> None:
-        """Adds the adapters. Call it before `module` is sharded."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        architecture: Architecture,
+        settings: Lora,
+        seed: int,
+        tower: torch.nn.Module | None = None,
+    ) -> None:
+        """Adds the adapters to `module` and its vision `tower`. Call it before they are sharded."""
         super().__init__(settings.dropout, seed)
         self.scale = settings.scale
-        self.adapted = architecture.adapted(settings.rank, settings.targets)
+        self.adapted = architecture.adapted(settings.rank, settings.targets, vision=settings.vision)
         self.names: dict[str, str] = {}
         """Adapter names as in their layout, by the names of the module's parameters."""
         self.whole_a: dict[str, Tensor] = {}
@@ -164,11 +172,11 @@ class ShardedAdapters(AdapterMode):
             adapter = ShardedAdapter(shapes[name], shapes[other], self)
             if len(shapes[name]) == 3:
                 block, _, matrix = layer.rpartition(".")
-                compute_beside_adapters(module.get_submodule(_inside(module, block)), matrix, adapter, self)
+                compute_beside_adapters(_part(module, tower, block), matrix, adapter, self)
                 held = f"{block}.lora.{matrix}."
                 self.names |= {f"{held}a": name, f"{held}b": other}
                 continue
-            linear: Any = module.get_submodule(_inside(module, layer))
+            linear: Any = _part(module, tower, layer)
             linear.lora = adapter
             linear.register_forward_hook(self._add)
             self.names |= {layer + ADAPTER_A: name, layer + ADAPTER_B: other}
@@ -205,9 +213,11 @@ class ShardedAdapters(AdapterMode):
         return torch.cat(added, -2).mul_(self.scale).add_(weight.float()).to(weight.dtype)
 
 
-def _inside(module: torch.nn.Module, name: str) -> str:
-    """Returns the name of a transformers layer within `module`."""
-    return f"language_model.{name}" if hasattr(module, "language_model") else name
+def _part(module: torch.nn.Module, tower: torch.nn.Module | None, name: str) -> torch.nn.Module:
+    """Returns a layer by its name in transformers' whole model."""
+    if tower is not None and name.startswith(NESTED_TOWER_PREFIX):
+        return tower.get_submodule(name.removeprefix(NESTED_TOWER_PREFIX))
+    return module.get_submodule(f"language_model.{name}" if hasattr(module, "language_model") else name)
 
 
 # Rounded weights in transformers' experts.
@@ -276,10 +286,7 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     It is in eval mode, so it has no dropout. It excludes the vision tower (`empty_tower`).
     """
     register()
-    family = FAMILIES.get(architecture.family)
-    built_as = family.built_as if family and not architecture.vision else None
-    kind: Any = CONFIG_MAPPING[built_as] if built_as else AutoConfig
-    config = kind.from_pretrained(folder)
+    config = _config(folder, architecture)
     with _parameters_without_memory():
         if architecture.head == "value":
             decoder = AutoModel.from_config(config.get_text_config(), dtype=dtype, attn_implementation=NAME)
@@ -291,6 +298,19 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
             model = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
     _train_padding_tokens(model)
     return model.eval()
+
+
+def _config(folder: Path, architecture: Architecture) -> Any:
+    """Returns transformers' configuration of a checkpoint. Without its tower it may be one of the language model."""
+    family = None if architecture.vision else FAMILIES.get(architecture.family)
+    if family is None or family.built_as is None:
+        return AutoConfig.from_pretrained(folder)
+    kind = CONFIG_MAPPING[family.built_as]
+    if family.nested is None:
+        return kind.from_pretrained(folder)
+    values = AutoConfig.from_pretrained(folder).get_text_config().to_dict() | {"model_type": family.built_as}
+    # Vision-language models with experts always normalise the routers' weights.
+    return kind(**values, **({"norm_topk_prob": True} if architecture.moe else {}))
 
 
 def empty_tower(folder: Path, vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
@@ -386,6 +406,7 @@ class ShardedModel(PackedModel):
         held = torch.float32 if trains else computed
         self.module = empty_model(folder, architecture, held).requires_grad_(trains)
         self.tower: ShardedTower | None = None
+        tower: torch.nn.Module | None = None
         if architecture.vision is not None:
             assert sight is not None, "the model has a vision tower"
             tower = empty_tower(folder, architecture.vision, held).requires_grad_(trains and sight.settings.train)
@@ -396,7 +417,7 @@ class ShardedModel(PackedModel):
         _check_parameters(self.named(), architecture, folder)
         if architecture.delta:
             compute_packed(self.module)
-        self.adapters = ShardedAdapters(self.module, architecture, lora, seed) if lora else None
+        self.adapters = ShardedAdapters(self.module, architecture, lora, seed, tower) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)
         if lora and isinstance(self.module, ValueModel):
@@ -428,14 +449,16 @@ class ShardedModel(PackedModel):
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Returns the sharded parameters, DTensors, by transformers' names, without adapters."""
         known = self.adapters.names if self.adapters else {}
-        found = {name: parameter for name, parameter in checkpoint_names(self.module).items() if name not in known}
-        return found | self.tower.named() if self.tower else found
+        return {name: parameter for name, parameter in self._all_named().items() if name not in known}
+
+    def _all_named(self) -> dict[str, torch.nn.Parameter]:
+        return checkpoint_names(self.module) | (self.tower.named() if self.tower else {})
 
     def named_learned(self) -> dict[str, torch.nn.Parameter]:
         """Returns the trained parameters. Adapters have their names in checkpoints."""
         if self.adapters is None:
             return {name: parameter for name, parameter in self.named().items() if parameter.requires_grad}
-        found = checkpoint_names(self.module)
+        found = self._all_named()
         learned = {name: found[own] for own, name in self.adapters.names.items()}
         return learned | {name: found[name] for name in self.adapters.heads}
 

@@ -60,6 +60,21 @@ def seeing_in_training(
     load_parameters(folder, model.layout, dist.get_rank(), dict(model.weights))
     if lora:
         begin_adapters(model.learned_layout, dist.get_rank(), model.learned, lora, 0)
+    return _in_training(model, max_tokens, role)
+
+
+def reading_in_training(
+    folder: Path, grid: Grid, groups: ProcessGroups, *, max_tokens: int = 1
+) -> ShardedTrainableModel:
+    """Returns the language model of a checkpoint without its vision tower."""
+    settings, fsdp = schema.Model(path=str(folder), dtype="float32"), schema.Fsdp()
+    architecture = read_architecture(folder)
+    model = ShardedModel(architecture, grid, groups, folder=folder, model=settings, fsdp=fsdp, device=CPU, trains=True)
+    load_parameters(folder, model.layout, dist.get_rank(), dict(model.weights))
+    return _in_training(model, max_tokens, "actor")
+
+
+def _in_training(model: ShardedModel, max_tokens: int, role: str) -> ShardedTrainableModel:
     optimizer = schema.Optimizer(lr=1e-2, weight_decay=0, eps=ADAM_EPS)
     own = schema.Actor(backend="fsdp", optimizer=optimizer, micro_batch_tokens=max_tokens)
     return ShardedTrainableModel(model, own, total_updates=1, role=role, max_skipped=0)

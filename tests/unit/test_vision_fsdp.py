@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.cli.parity import world_of_one
 from rltrain.config import schema
+from rltrain.config.models import Lora
 from rltrain.models import read_architecture
 from rltrain.models.vision import Tower as Kind
 from rltrain.runtime.grid import Grid
@@ -18,7 +19,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_backend import ShardedTrainableModel
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
-from tests.support.sharded_models import seeing_in_training, shard_differences
+from tests.support.sharded_models import reading_in_training, seeing_in_training, shard_differences
 from tests.support.trained_models import CPU, groups_on
 from tests.support.vision_checkpoints import load_model, model_inputs, write_checkpoint, write_gradients
 from tests.support.vision_samples import SAMPLES, experience_of, for_transformers, open_store, summed_logprobs
@@ -141,6 +142,32 @@ def test_values_of_a_critic_are_scores_of_the_states_of_transformers(qwen3_vl: R
     expected = torch.cat(states) @ torch.linspace(-1, 1, architecture.hidden_size)
     assert expected.abs().max() > 1
     assert critic.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER) == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", slow_but(get_args(Kind), "qwen3_vl_moe"))
+def test_without_model_vision_the_language_model_is_trained(kind: Kind, tmp_path: Path, groups: ProcessGroups) -> None:
+    write_checkpoint(tmp_path, kind)
+    texts = [sample for sample in for_transformers(SAMPLES) if not sample[1]]
+    model, expected = load_model(tmp_path), []
+    for ids, _ in texts:
+        logprobs = model(**model_inputs(tmp_path, ids, [])).logits[0, :-1].log_softmax(-1)
+        expected += [torch.zeros(1), logprobs.gather(1, torch.tensor(ids)[1:, None])[:, 0].detach()]
+    trained = reading_in_training(tmp_path, GRID, groups)
+    samples = plain_experience(
+        [len(ids) for ids, _ in texts], torch.tensor([token for ids, _ in texts for token in ids])
+    )
+    assert trained.evaluate(samples, max_tokens=TOGETHER) == pytest.approx(torch.cat(expected), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_adapters_of_the_tower_are_trained_if_asked_for(qwen3_vl: Reference, train: Any, vision: bool) -> None:
+    trained = train(qwen3_vl.folder, lora=Lora(rank=2, vision=vision))
+    before = {name: tensor.clone() for name, tensor in trained.model.learned.items()}
+    trained.train_batch(experience_of(SAMPLES), summed_logprobs)
+    moved = {name for name, tensor in trained.model.learned.items() if not torch.equal(before[name], tensor)}
+    assert moved == {name for name in before if "lora_B" in name}, "B is zero at first, so only B has gradients"
+    assert any("model.visual." in name for name in moved) == vision
+    assert any("model.language_model." in name for name in moved)
 
 
 def towers_of(trained: ShardedTrainableModel) -> set[str]:
