@@ -305,7 +305,7 @@ def _config(folder: Path, architecture: Architecture) -> Any:
     family = None if architecture.vision else FAMILIES.get(architecture.family)
     if family is None or family.built_as is None:
         return AutoConfig.from_pretrained(folder)
-    kind = CONFIG_MAPPING[family.built_as]
+    kind: Any = CONFIG_MAPPING[family.built_as]
     if family.nested is None:
         return kind.from_pretrained(folder)
     values = AutoConfig.from_pretrained(folder).get_text_config().to_dict() | {"model_type": family.built_as}
