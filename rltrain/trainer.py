@@ -45,6 +45,7 @@ from rltrain.roles.checkpointing import Checkpointing, RunControl
 from rltrain.roles.critic import CriticRole
 from rltrain.roles.env import EnvRole
 from rltrain.roles.evaluation import EvaluationRole
+from rltrain.roles.images import ImageCounts
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.joint_tasks import EndOfTraining, InFlightSyncs
 from rltrain.roles.reference import InferenceRole, ReferenceRole, TeacherRole, is_actors_base, uses_actor_modules
@@ -183,6 +184,10 @@ def peak_flops(job: Job) -> float | None:
     return gpu.flops(job.config.model.dtype) if gpu else None
 
 
+IMAGE_COUNTS = ("decoded", "cache_hits", "bytes_sent")
+"""Names of metrics after images/, added up over all ranks."""
+
+
 class Trainer:
     """One rank's part of the run."""
 
@@ -203,9 +208,19 @@ class Trainer:
         )
         for role in self.roles.values():
             role.serve = self.in_flight.serve
-        self.transfers = Transfers(job.shape, job.grids, order, exchange, self.roles, self.trace, job.hold_images)
+        self.transfers = Transfers(
+            job.shape,
+            job.grids,
+            order,
+            exchange,
+            self.roles,
+            self.trace,
+            job.hold_images,
+            saves_images="env" in job.placement.roles,
+        )
         self.newest_step = 0
         """The last step with an entry executed by this rank."""
+        self.image_counts = ImageCounts(job.world.store)
         self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter, control)
@@ -277,6 +292,19 @@ class Trainer:
         if self.job.images is not None and step > self.newest_step:
             self.job.images.release_before(step - self.job.shape.lead - 1)
             self.newest_step = step
+            self._publish_image_counts()
+
+    def _publish_image_counts(self) -> None:
+        decoder, sent = self.job.decoder, self.transfers.exchange.image_bytes_sent
+        if decoder is not None:
+            counts = (decoder.num_decoded, decoder.num_found, sent)
+            self.image_counts.publish(dict(zip(IMAGE_COUNTS, counts, strict=True)))
+
+    def _image_metrics(self) -> Metrics:
+        """Returns the counts of all ranks since the last report. Ranks add theirs at the beginning of a step."""
+        if self.job.images is None:
+            return {}
+        return {f"images/{name}": count for name, count in self.image_counts.take(IMAGE_COUNTS).items()}
 
     def _join_sync(self, position: int) -> None:
         """Executes a weight sync in the middle of another task, once the actor has reached it."""
@@ -316,7 +344,10 @@ class Trainer:
         of_device = {name: memory[f"memory/{name}"] for name in ("peak_bytes", "reserved_bytes")}
         metrics |= {f"memory/{role}_{name}": size for role in leads for name, size in of_device.items()}
         metrics |= self.work.metrics({role: len(self.job.placement.ranks(role)) for role in sorted(leads)})
-        return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
+        if self.rank != self.job.leader:
+            return metrics
+        self._publish_image_counts()
+        return metrics | self.checkpointing.metrics() | self._image_metrics()
 
     def _may_join(self, position: int, sync: int) -> bool:
         """Returns whether an engine at `position` may join the weight sync at position `sync` early.

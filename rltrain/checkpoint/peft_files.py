@@ -16,8 +16,8 @@ from rltrain.config.models import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
 from rltrain.models.config_file import parse_object
-from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, target_of
-from rltrain.models.table import CanonicalTensors
+from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, is_of_tower, module_of, target_of
+from rltrain.models.table import NESTED_PREFIX, CanonicalTensors
 from rltrain.reshard.execute import execute
 from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.reshard.plan import plan
@@ -41,6 +41,8 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": ([], None),
 }
 """The supported settings of adapters, by PEFT's keys. Other values mean another computation. A missing key is None."""
+TOWER_MODULES = r".*\.visual\..*"
+"""PEFT's expression for the modules of a vision tower."""
 SAVED_WHOLE = "modules_to_save"
 """PEFT's key for layers trained beside adapters, such as the head of a value model."""
 
@@ -166,7 +168,10 @@ def _saved_whole(heads: set[str]) -> list[str]:
 
 
 def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], settings: Lora, base: str) -> None:
-    targets = sorted({target_of(name) for name in tensors if name.endswith((A, B))})
+    adapters = [name for name in tensors if name.endswith((A, B))]
+    targets = sorted({module_of(name) for name in adapters})
+    sees = any(name.startswith(PEFT_PREFIX + NESTED_PREFIX) for name in adapters)
+    lacks_tower = sees and not any(map(is_of_tower, adapters))
     plain = {key: values[-1] if values[0] in ({}, []) else values[0] for key, values in PLAIN.items()}
     config = {
         **plain,
@@ -179,6 +184,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], sett
         "target_modules": targets,
         "rank_pattern": {},
         "alpha_pattern": {},
+        **({"exclude_modules": TOWER_MODULES} if lacks_tower else {}),
         **({SAVED_WHOLE: _saved_whole(heads)} if heads else {}),
     }
     partial = partial_of(directory)

@@ -39,8 +39,9 @@ class Rows(Section):
     """Column with the tools for the chat template: a list of schemas in OpenAI's format, or such a list as JSON text.
     The value of a row may be null."""
     images_key: str | None = "images"
-    """Column with the images of a row, with model.vision: paths, data URLs, bytes, or {bytes, path}. Rows without this
-    column have no images. `null`: no row has any."""
+    """Column with the images of a row, with model.vision: paths, data URLs, bytes, or {bytes, path}. Relative paths
+    start at the folder of the row's file. Their places are `<image>` in texts or parts of type image. Without places
+    they come first. Rows without this column have images only in message parts. `null`: as if no row had it."""
     system_key: str | None = None
     """Column with the text of a system message. It is used for prompts without one. The value of a row may be null."""
     max_rows: Count | None = None

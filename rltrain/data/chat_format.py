@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 # The template's text after the model's turn. A short conversation with a placeholder is rendered to find it.
 
 OPENING: Message = {"role": "user", "content": "."}
+NUMBERS_IMAGES = "add_vision_id"
+"""The variable of Qwen's templates that numbers images. Text after a turn alone would begin at 1 again."""
 CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates require."""
 
@@ -549,6 +551,11 @@ class ChatFormat:
 
         Raises DataError if the template has no place for `messages`.
         """
+        if self.template.options.get(NUMBERS_IMAGES) and self.images is not None and images_of(messages):
+            raise DataError(
+                f"messages after a turn have images, and data.chat_template_args.{NUMBERS_IMAGES} makes the template "
+                "number images from the beginning of the conversation; expected no such option"
+            )
         return self._increments.following(messages)
 
     def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> Context:

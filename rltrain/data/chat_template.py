@@ -105,21 +105,25 @@ class ChatTemplate:
         return False
 
 
-def text_of(content: Any) -> str:
-    """Returns a message's content as text. Raises DataError for images, audio and other parts."""
+IMAGE_CURE = "for images: set model.vision"
+
+
+def text_of(content: Any, cure: str = IMAGE_CURE) -> str:
+    """Returns a message's content as text. Raises DataError for images, audio and other parts. The error for an image
+    ends with `cure`."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_texts(content))
+    return "\n".join(_texts(content, cure))
 
 
-def _texts(parts: Sequence[Any]) -> Iterator[str]:
+def _texts(parts: Sequence[Any], cure: str) -> Iterator[str]:
     for part in parts:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            cure = " (for images: set model.vision)" if kind_of(part) == IMAGE else ""
+            hint = f" ({cure})" if kind_of(part) == IMAGE else ""
             raise DataError(
-                f"a message's content has a part of type {kind!r}; expected text or parts of type 'text'{cure}"
+                f"a message's content has a part of type {kind!r}; expected text or parts of type 'text'{hint}"
             )
         yield text
 

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rltrain.config import schema
+from rltrain.data.image_parts import with_references
+from rltrain.data.images import is_given, source_of
 from rltrain.data.prompts import PromptDataset, PromptRow
 from rltrain.data.row_index import Chained, ComputedSequence, IndexedRows
 from rltrain.data.rows import BadRow, Keys, Row, is_column_of, look_up, read_source
@@ -49,12 +52,13 @@ def read_columns(
     """Returns the wanted columns of `dataset`'s rows. The rows were read from `file`, given by `config_key`.
 
     `required` maps each required column to its user, for messages. `optional` columns are read if the file has them.
-    `every` reads all columns. Raises DataError for a required column missing in all rows, and for a value that JSON
-    cannot hold.
+    `every` reads all columns. Images come as paths and data URLs. Raises DataError for a required column
+    missing in all rows, and for a value that JSON cannot hold.
     """
     seen, parts, label_keys = set[str](), list[Sequence[bytes]](), list[tuple[int, str | None]]()
     for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
-        wanted = _Wanted(source, {*required, *optional}, source.label_key if label else None, every)
+        label_key = source.label_key if label else None
+        wanted = _Wanted(source, {*required, *optional}, label_key, every, dataset.encoder.images is not None)
         key = f"{config_key}.sources.{number}.path" if file.sources else f"{config_key}.path"
         label_keys.append((part.first, wanted.label_key))
         rows = dataset.rows_of_sources[number]
@@ -95,6 +99,8 @@ class _Wanted:
     names: Collection[str]
     label_key: str | None
     every: bool
+    sees: bool
+    """Whether the run sees images."""
 
     @property
     def keys(self) -> Keys:
@@ -104,6 +110,23 @@ class _Wanted:
     def has(self, name: str) -> bool:
         is_label = self.label_key is not None and is_column_of(name, self.label_key)
         return self.every or name in self.names or is_label
+
+    def as_json(self, values: Row, origin: str) -> bytes:
+        """Returns the wanted columns of a row as JSON, with references in the place of images.
+
+        Raises DataError for a value that JSON cannot hold, and for an image of another form than `source_of` takes.
+        """
+        columns = {name: value for name, value in values.items() if self.has(name)}
+        if not self.sees:
+            return _as_json(columns, origin)
+        try:
+            if (name := self.source.images_key) in columns:
+                given = columns[name] if isinstance(columns[name], list | tuple) else [columns[name]]
+                sources = [source_of(one, Path(origin).parent) for one in given if is_given(one)]
+                columns[name] = [source.reference for source in sources]
+        except DataError as error:
+            raise DataError(f"{origin}: {error}") from None
+        return _as_json({name: with_references(value) for name, value in columns.items()}, origin)
 
 
 class _IndexedColumns(ComputedSequence[bytes]):
@@ -118,7 +141,7 @@ class _IndexedColumns(ComputedSequence[bytes]):
     def item(self, index: int) -> bytes:
         """Returns a row's columns as JSON. Raises DataError for a value that JSON cannot hold, and like IndexedRows."""
         origin, values = self._rows.values(index, self._wanted.keys)
-        return _as_json({name: value for name, value in values.items() if self._wanted.has(name)}, origin)
+        return self._wanted.as_json(values, origin)
 
 
 def _indexed(wanted: _Wanted, rows: IndexedRows, seen: set[str]) -> Sequence[bytes]:
@@ -145,9 +168,8 @@ def _of_source(wanted: _Wanted, origins: Iterator[str], config_key: str, seen: s
     for origin, values in read_source(wanted.source, wanted.keys, config_key):
         if origin != expected or isinstance(values, BadRow):
             continue
-        columns = {name: value for name, value in values.items() if wanted.has(name)}
-        seen.update(columns)
-        yield _as_json(columns, origin)
+        seen.update(name for name in values if wanted.has(name))
+        yield wanted.as_json(values, origin)
         expected = next(origins, None)
         if expected is None:
             break

@@ -16,6 +16,9 @@ from rltrain.data.row_index import IndexFolder
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, load_encoder
 from rltrain.models.rope_positions import image_fields
 
+TOKEN_CHARACTERS = 4
+"""Characters of a text that take about as long as a token of an image."""
+
 
 class GivenTexts:
     """The rows of data.train with their responses, step by step, and the rows of data.eval."""
@@ -185,9 +188,12 @@ def _sizes(dataset: PromptDataset, rows: Sequence[int]) -> Tensor:
 
 
 def _num_characters(dataset: PromptDataset, row: int) -> int:
-    """Returns the number of characters of both samples."""
-    pair = dataset[row]
-    return 2 * len(dataset.prompt_text(row)) + _length(pair.response) + _length(pair.rejected)
+    """Returns the number of characters of both samples. Images count like texts of as many tokens."""
+    pair, rules = dataset[row], dataset.encoder.images
+    of_prompt = len(dataset.prompt_text(row))
+    if rules is not None:
+        of_prompt += TOKEN_CHARACTERS * sum(rules.num_tokens(image) for image in pair.images)
+    return 2 * of_prompt + _length(pair.response) + _length(pair.rejected)
 
 
 def _length(response: Response) -> int:

@@ -96,6 +96,22 @@ def written(content: Any) -> str:
     )
 
 
+def with_references(value: Any) -> Any:
+    """Returns a value with `ImageSource.reference` in the place of each image, so that JSON can hold it.
+
+    Images are sources, bytes, and objects with bytes. Paths and data URLs are references already.
+    """
+    if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes):
+            return ImageSource(None, value["bytes"]).reference
+        return {name: with_references(part) for name, part in value.items()}
+    if isinstance(value, ImageSource):
+        return value.reference
+    if isinstance(value, bytes):
+        return ImageSource(None, value).reference
+    return [with_references(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> list[dict[str, Any]]:
     """Returns the messages with the images of a row at their places.
 

@@ -23,6 +23,7 @@ from rltrain.data.pairs import parse_pair
 from rltrain.data.rows import BadRow, FileRow, Row, RowFile, look_up
 from rltrain.data.tokenizer import (
     UNKNOWN_MODEL,
+    UNUSABLE_IMAGES,
     Message,
     ModelLimits,
     Prompt,
@@ -40,8 +41,6 @@ from rltrain.runtime.json_text import is_finite
 Needs = Literal["label", "plain label", "response", "pair"]
 VIDEOS_KEY = "videos"
 """The column of verl's rows with videos."""
-UNUSABLE_IMAGES = "unusable images"
-"""The name under which rows with such images are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class RowParser:
         try:
             shown = with_images(messages, [source_of(image, folder or Path()) for image in given])
         except DataError as error:
-            raise BadRow(f"has under {key!r} {error} (images_key)", UNUSABLE_IMAGES) from None
+            raise BadRow(f"cannot be shown: {error} (images_key: {key!r})", UNUSABLE_IMAGES) from None
         return prompt if isinstance(prompt, str) and not given else shown
 
     def _with_system(self, prompt: Prompt, values: Row, key: str) -> Prompt:
@@ -414,20 +413,22 @@ NO_LIMIT = SampleLimit()
 def encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEncoder) -> Encoded:
     """Returns the sample of the row's prompt and `response`. The assistant's turns in `response` are trained.
 
-    Raises DataError if the chat template has no place for a message.
+    Raises DataError if the chat template has no place for a message, or if an image cannot be used any more.
     """
+    try:
+        return _encoded(row, response, encoder)
+    except DataError as error:
+        raise DataError(f"{row.origin}: {error}") from error
+
+
+def _encoded(row: PromptRow, response: str | Sequence[Message], encoder: PromptEncoder) -> Encoded:
     if not isinstance(response, str):
         prompt_messages = encoder.messages(row.prompt)
-        try:
-            record = demonstrate(encoder.format_with(row.tools), [*prompt_messages, *response])
-        except DataError as error:
-            raise DataError(f"{row.origin}: {error}") from error
+        record = demonstrate(encoder.format_with(row.tools), [*prompt_messages, *response])
         num_asked = sum(message["role"] == "assistant" for message in prompt_messages)
         begin = record.turns[num_asked][0]
         return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)], record.images
     prompt, (ids,) = encoder.encode(row.prompt, row.tools), encoder.encode_responses([response])
-    if encoder.images is not None:
-        encoder.images.place(ids, ())  # a placeholder in the text would be an image without pixels
     end = encoder.response_end
     ended = ids if ids[-1:] == [end] else [*ids, end]
     return [*prompt.ids, *ended], [False] * len(prompt.ids) + [True] * len(ended), prompt.images

@@ -114,8 +114,9 @@ class PromptDataset:
         return self.context(index).ids
 
     def image_sources(self, index: int) -> tuple[ImageSource, ...]:
-        """Returns all images of the row: those of the prompt, then those of given responses."""
-        return self.rows[index].images
+        """Returns all images of the row: those of the prompt, then those of given responses. Without model.vision there
+        are none."""
+        return self.rows[index].images if self.encoder.images is not None else ()
 
     def samples(self, index: int) -> list[Encoded]:
         """Returns the row's sample as ids, or both samples of a pair. They are complete. `limit` has the number of
@@ -156,13 +157,24 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
     return None
 
 
+def measured_images(rows: Sequence[PromptRow], encoder: PromptEncoder) -> tuple[float, float]:
+    """Returns the mean number of images of a row, and of patches of an image. It reads the headers of images of some
+    rows, evenly spaced. Both are 0 without images."""
+    if encoder.images is None or not rows:
+        return 0.0, 0.0
+    places = {place * len(rows) // COMPARED_ROWS for place in range(COMPARED_ROWS)}
+    images = [image for place in sorted(places) for image in rows[place].images]
+    patches = sum(encoder.images.num_tokens(image) for image in images) * encoder.images.merge**2
+    return len(images) / len(places), patches / max(len(images), 1)
+
+
 def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
     """Returns a row's prompt as text of its tokens, for the user."""
     shown = encoder.encode(row.prompt, row.tools)
     merge = 1 if encoder.images is None else encoder.images.merge
     text = encoder.tokenizer.decode(shown.shortened(merge))
     cut = f", cut after {SHOWN_CHARACTERS} characters" if len(text) > SHOWN_CHARACTERS else ""
-    images = f", {len(shown.images)} images" if shown.images else ""
+    images = f", images: {len(shown.images)}" if shown.images else ""
     return f"{row.origin} as the model is shown it ({len(shown.ids)} tokens{images}{cut}): {text[:SHOWN_CHARACTERS]!r}"
 
 

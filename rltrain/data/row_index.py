@@ -370,6 +370,8 @@ def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice
         "samples": (data.max_response_tokens, data.on_long_row, *astuple(parser.model)),
         "encoder": parser.encoder.fingerprint(),
     }
+    if parser.encoder.images is not None:
+        decisive["images"] = data.images.check
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:24]
 
 
@@ -568,6 +570,8 @@ class ComputedSequence(Sequence[Item], ABC):
 # The rows of a source by its index. They are parsed at access and not held in memory.
 
 KEPT_ROWS = 1024
+KEPT_IMAGE_ROWS = 64
+"""Rows kept in runs that see. A row may have megabytes of images."""
 OPEN_FILES = 64
 
 
@@ -577,7 +581,7 @@ class IndexedRows(ComputedSequence[PromptRow]):
     def __init__(self, index: RowIndex, parser: RowParser) -> None:
         self.row_index, self.parser = index, parser
         self._firsts = [0, *accumulate(file.num_rows for file in index.summary.files)]
-        self._row = lru_cache(maxsize=KEPT_ROWS)(self._parse)
+        self._row = lru_cache(maxsize=KEPT_ROWS if parser.encoder.images is None else KEPT_IMAGE_ROWS)(self._parse)
         self._file = lru_cache(maxsize=OPEN_FILES)(self._open)
 
     def __len__(self) -> int:

@@ -238,6 +238,8 @@ def _opened(path: Path, config_key: str) -> Iterator[Any]:
 # Rows of Parquet and Arrow files, batch by batch.
 
 BATCH_ROWS = 4096
+BATCH_BYTES = 64 * 2**20
+"""Most rows and bytes of a batch. Rows with images may have megabytes each."""
 EXACT = 2.0**53
 """Python's floats can hold all whole numbers below it."""
 
@@ -334,7 +336,17 @@ def _columns_among(names: list[str], keys: Keys, path: Path, config_key: str) ->
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Any]:
     with parquet.ParquetFile(path) as file:
-        yield file.schema_arrow.names, lambda columns: file.iter_batches(BATCH_ROWS, columns=columns)
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        num_rows = _rows_at_a_time(sum(group.total_byte_size for group in groups), file.metadata.num_rows)
+        yield (
+            file.schema_arrow.names,
+            lambda columns: _in_slices(file.iter_batches(num_rows, columns=columns), columns),
+        )
+
+
+def _rows_at_a_time(num_bytes: int, num_rows: int) -> int:
+    """Returns the size of batches of a table."""
+    return min(BATCH_ROWS, max(1, BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
 @contextmanager
@@ -353,8 +365,9 @@ def _open_arrow(path: Path) -> Iterator[Any]:
 def _in_slices(batches: Iterator[Any], columns: list[str]) -> Iterator[Any]:
     for batch in batches:
         chosen = batch.select(columns)
-        for first in range(0, batch.num_rows, BATCH_ROWS):
-            yield chosen.slice(first, BATCH_ROWS)
+        num_rows = _rows_at_a_time(chosen.nbytes, chosen.num_rows)
+        for first in range(0, batch.num_rows, num_rows):
+            yield chosen.slice(first, num_rows)
 
 
 # The files of a folder with the rows of a split. The folder is a data set saved by `datasets`, a copy of a hub

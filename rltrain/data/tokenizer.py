@@ -30,6 +30,8 @@ Message = dict[str, Any]
 list of parts of types text and image. A part of type image has an ImageSource under "image"."""
 AS_GIVEN = ("arguments", "parameters")
 """In an object under one of these keys a null is kept as a value. Nulls of a Struct are left out."""
+UNUSABLE_IMAGES = "unusable images"
+"""The name under which rows with such images are counted."""
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -52,6 +54,8 @@ def _parse_message(message: Any, key: str, images_in: Path | None) -> Message:
             try:
                 return {"role": message["role"], "content": _content(message["role"], content, images_in), **kept}
             except DataError as error:
+                if images_in is not None:
+                    raise BadRow(f"cannot be shown: {error} (under {key!r})", UNUSABLE_IMAGES) from None
                 raise BadRow(f"has {error} under {key!r}") from None
     raise BadRow(
         f"has the chat message {shown(message)} under {key!r}; expected role and content, both texts, or instead of "

@@ -112,6 +112,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
 
+NO_IMAGES = "the endpoint takes no images"
 _MESSAGES = TypeAdapter(list[ChatMessage])
 
 
@@ -119,7 +120,7 @@ def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Returns the messages with plain text as content and role `system` for `developer`. Raises RequestRefused."""
     try:
         _MESSAGES.validate_python(list(messages))
-        made = [{**message, "content": text_of(message.get("content"))} for message in messages]
+        made = [{**message, "content": text_of(message.get("content"), NO_IMAGES)} for message in messages]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, ("messages", *first["loc"])))

@@ -1,6 +1,6 @@
-"""Images of experience on their way to another node: the request for missing ones, and the answer with their pixels."""
+"""Pixels of the images of experience, on their way to another node and in checkpoints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ def keys_of(experience: Experience) -> list[int]:
     return [key for key in keys if key]
 
 
+# A request for missing images, and the answer.
+
+
 def asked(message: Tensor) -> list[int]:
     """Returns the keys in a request, the bytes of an int64 tensor."""
-    keys: list[int] = message.view(torch.int64).tolist()
+    keys: list[int] = message.numpy().view(np.int64).tolist()
     return keys
 
 
@@ -45,17 +48,37 @@ def encode_images(store: ImageStore, keys: Sequence[int]) -> list[Tensor]:
 
 def decode_images(message: Tensor) -> Iterator[tuple[int, Pixels]]:
     """Yields the keys and pixels of an answer. Raises ExchangeError if it is damaged."""
-    numbers = message[: len(message) // NUMBER_BYTES * NUMBER_BYTES].view(torch.int64)
+    content: np.ndarray = message.numpy()
+    numbers = content[: len(content) // NUMBER_BYTES * NUMBER_BYTES].view(np.int64)
     num_images = int(numbers[0]) if len(numbers) else -1
-    rows = numbers[1 : 1 + ROW * num_images].view(-1, ROW).tolist() if 0 <= num_images <= len(numbers) // ROW else []
+    rows = numbers[1 : 1 + ROW * num_images].reshape(-1, ROW).tolist() if 0 <= num_images <= len(numbers) // ROW else []
     sizes = [3 * frames * height * width for _, frames, height, width in rows]
     begin = NUMBER_BYTES * (1 + ROW * num_images)
-    if len(rows) != num_images or len(message) != begin + sum(sizes):
+    if len(rows) != num_images or len(content) != begin + sum(sizes):
         raise ExchangeError(
-            f"{len(message)} bytes with {num_images} images arrived; expected {begin + sum(sizes)} bytes. They were "
+            f"{len(content)} bytes with {num_images} images arrived; expected {begin + sum(sizes)} bytes. They were "
             "damaged in transit, or ranks run different versions of rltrain"
         )
     for (key, *shape), size in zip(rows, sizes, strict=True):
-        pixels: Pixels = np.asarray(message[begin : begin + size].numpy()).reshape(*shape, 3)
+        pixels: Pixels = content[begin : begin + size].reshape(*shape, 3)
         begin += size
         yield key, pixels
+
+
+# Pixels in checkpoints, for images that are not those of rows.
+
+PIXELS = "image/"
+"""The beginning of the names of tensors. The key follows."""
+
+
+def image_tensors(store: ImageStore, keys: Iterable[int]) -> dict[str, Tensor]:
+    """Returns the pixels of images by name, uint8 of shape [frames, height, width, 3]."""
+    return {f"{PIXELS}{key}": torch.from_numpy(store.pixels(key)) for key in keys}
+
+
+def put_images(store: ImageStore | None, tensors: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Puts the images among `tensors` into the store, for a task of `step`. Returns the other tensors."""
+    for name in tensors:
+        if store is not None and name.startswith(PIXELS):
+            store.put(int(name.removeprefix(PIXELS)), tensors[name].numpy(), step)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PIXELS)}

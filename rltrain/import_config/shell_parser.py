@@ -1,7 +1,7 @@
 """Parses a shell script into a tree of commands."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rltrain.errors import ConfigError
@@ -81,7 +81,7 @@ class Calculation:
 
 @dataclass(frozen=True)
 class Chain:
-    """Commands joined by `&&`, `||` or `|`. `negated` is true after a `!`."""
+    """Commands joined by `&&`, `||` or `|`. `negated` is true for a pipeline after a `!`."""
 
     first: "Command"
     rest: tuple[tuple[str, "Command"], ...]
@@ -380,20 +380,28 @@ class _Parser(WordReader):
         return (keyword is not None and keyword[1] in ends) or any(self.peek(end) for end in ends if not end.isalpha())
 
     def chain(self) -> Command:
-        negated = bool(re.match(r"!\s", self.text[self.at : self.at + 2]))
-        if negated:
-            self.at += 2
-            self.blanks()
-        first, rest = self.command(), []
+        first, rest = self._negated_or_not(), self._joined(("&&", "||", "|&", "|"))
+        return Chain(first, rest, negated=False) if rest else first
+
+    def _negated_or_not(self) -> Command:
+        """Returns a command, or a pipeline after a `!`."""
+        if not re.match(r"!\s", self.text[self.at : self.at + 2]):
+            return self.command()
+        self.at += 2
+        self.blanks()
+        return Chain(self.command(), self._joined(("|&", "|")), negated=True)
+
+    def _joined(self, operators: Sequence[str]) -> tuple[tuple[str, Command], ...]:
+        """Returns the commands that follow, with the operators before them."""
+        found: list[tuple[str, Command]] = []
         while True:
             self.blanks()
-            operator = next((text for text in ("&&", "||", "|&", "|") if self.peek(text)), None)
-            if operator is None:
-                break
-            self.take(operator)
+            ahead = next((text for text in ("&&", "||", "|&", "|") if self.peek(text)), None)
+            if ahead is None or ahead not in operators:
+                return tuple(found)
+            self.take(ahead)
             self.blanks(newlines=True)
-            rest.append((operator, self.command()))
-        return Chain(first, tuple(rest), negated) if rest or negated else first
+            found.append((ahead, self._negated_or_not()))
 
     def command(self) -> Command:
         compound = self._compound()

@@ -257,9 +257,11 @@ class _Script:
             return self.nested(rest[1])
         if not Path(self.folder, rest[0]).is_file():
             return NotImplemented
-        before, self.variables.arguments = self.variables.arguments, rest[1:]
-        self._source(rest[0], rest[1:])
-        self.variables.arguments = before
+        before = self.variables.arguments, dict(self.variables.values)
+        self.variables.arguments = rest[1:]
+        with suppress(_LeftError):  # another process: what it sets and its exit do not matter here
+            self._source(rest[0], rest[1:])
+        self.variables.arguments, self.variables.values = before
         return True
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
@@ -284,8 +286,10 @@ class _Script:
             self.assume(f"the sourced file {shown(name)} was not found and left out")
             return None
         self.deeper()
-        self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))
-        self.depth -= 1
+        try:
+            self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))
+        finally:
+            self.depth -= 1
         return True
 
     def nested(self, text: str) -> bool | None:

@@ -359,7 +359,9 @@ class Expansion:
         pattern = self._operand(operand)
         if sign.startswith("/"):
             old, _, new = operand.partition("/")
-            regexp = fnmatch.translate(self._operand(old)).removesuffix(r"\Z").removesuffix(r"\z")
+            anchor = old[:1] if sign == "/" and old[:1] in ("#", "%") else ""
+            regexp = fnmatch.translate(self._operand(old.removeprefix(anchor))).removesuffix(r"\Z").removesuffix(r"\z")
+            regexp = rf"\A{regexp}" if anchor == "#" else rf"{regexp}\Z" if anchor else regexp
             replacement = self._operand(new)
             return re.sub(regexp, lambda _: replacement, text, count=0 if sign == "//" else 1)
         cuts = range(len(text) + 1)

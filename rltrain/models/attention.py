@@ -25,7 +25,7 @@ from rltrain.models.rope_scaling import (
     YarnScaling,
 )
 
-CAUSAL_WINDOW = (-1, 0)
+CAUSAL_WINDOW, WHOLE_WINDOW = (-1, 0), (-1, -1)
 FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
@@ -166,14 +166,15 @@ def attend_packed(
     longest_keys: int | None = None,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Computes causal attention within each of several concatenated sequences, in one launch without padding.
+    """Computes attention within each of several concatenated sequences, in one launch without padding.
 
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     `boundaries` [sequences + 1] int32 has the start of each sequence and the end of the last one. `longest` is the
     largest length in tokens. If a sequence has more keys than queries, `key_boundaries` and `longest_keys` describe the
     keys. Its queries are then its last tokens, because the kernel aligns the ends. With `window` a token attends to so
-    many tokens, including itself.
+    many tokens, including itself. With `causal` false and without `window` it attends to the whole sequence.
     """
     kernel = packed_kernel()
     assert kernel is not None
@@ -186,11 +187,36 @@ def attend_packed(
         longest,
         longest if longest_keys is None else longest_keys,
         scale=scale,
-        window_size=CAUSAL_WINDOW if window is None else (window - 1, 0),
+        window_size=_window_size(window, causal=causal),
         enable_gqa=queries.size(1) != keys.size(1),
     )
     assert isinstance(attended, Tensor), "nothing else was asked for"
     return attended
+
+
+def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
+    """Returns the numbers of earlier and of later tokens that a token attends to. -1 means all."""
+    if window is None:
+        return CAUSAL_WINDOW if causal else WHOLE_WINDOW
+    return window - 1, 0
+
+
+def attend_whole(
+    queries: Tensor, keys: Tensor, values: Tensor, boundaries: Tensor, longest: int, *, scale: float
+) -> Tensor:
+    """Returns attention [tokens, heads, head_dim] of queries, keys and values [tokens, heads, head_dim]. Each token
+    attends to all tokens of its sequence. `boundaries` and `longest` are those of attend_packed."""
+    if attends_packed(queries, keys, values):
+        return attend_packed(queries, keys, values, boundaries, longest, scale=scale, causal=False)
+    lengths = boundaries.diff().tolist()
+    places = torch.arange(len(queries), device=queries.device).split(lengths)
+    groups = [torch.stack([place for place in places if len(place) == length]) for length in sorted({*lengths})]
+    attended = [
+        attend(*(x[rows].transpose(1, 2) for x in (queries, keys, values)), scale=scale).transpose(1, 2).flatten(0, 1)
+        for rows in groups
+    ]
+    order = torch.cat([rows.flatten() for rows in groups])
+    return torch.cat(attended).index_select(0, order.argsort())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 
-from rltrain.models.table import Layer, Part, Row, Split, Table, VisionTable
+from rltrain.models.table import NESTED_TOWER_PREFIX, Layer, Part, Row, Split, Table, VisionTable
 
 PEFT_PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -45,6 +45,20 @@ def target_of(tensor: str) -> str:
         if tensor.endswith(ending):
             return tensor.removesuffix(ending).rpartition(".")[2]
     raise ValueError(f"{tensor} names neither a matrix nor an adapter")
+
+
+def is_of_tower(adapter: str) -> bool:
+    """Returns whether an adapter or a matrix of transformers' modules belongs to the vision tower."""
+    return adapter.removeprefix(PEFT_PREFIX).startswith(NESTED_TOWER_PREFIX)
+
+
+def module_of(tensor: str) -> str:
+    """Returns PEFT's entry of target_modules for an adapter. PEFT compares it with the end of the names of modules.
+
+    In a vision tower the last part alone would also name blocks and a convolution.
+    """
+    parts = tensor.removesuffix(A).removesuffix(B).split(".")
+    return ".".join(parts[-2:]) if is_of_tower(tensor) else parts[-1]
 
 
 def targets_in(table: Table) -> tuple[str, ...]:

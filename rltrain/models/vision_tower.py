@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rltrain.models.attention import attend_whole
 from rltrain.models.vision import Grid, Tower, Vision
 
 CLASSES: dict[Tower, str] = {
@@ -18,8 +19,9 @@ CLASSES: dict[Tower, str] = {
     "qwen3_5_moe": "Qwen3_5MoeVisionModel",
 }
 """The class of a kind of tower, in transformers.models.<kind>.modeling_<kind>."""
-ATTENTION = "sdpa"
-"""transformers' name of torch's attention."""
+ATTENTION = "rltrain_flash_vision"
+"""The name of this file's attention in transformers. Because of "flash" in it, towers call it once for all images.
+They would call another one for each frame or window."""
 BYTE = 255.0
 
 
@@ -28,16 +30,41 @@ def build_tower(vision: Vision, folder: Path, dtype: torch.dtype, device: torch.
 
     Buffers, such as rotary frequencies, have their contents, except on device meta.
     """
-    from transformers import AutoConfig
+    from transformers import AttentionInterface, AutoConfig
     from transformers.initialization import no_init_weights
 
     kind: Any = getattr(
         import_module(f"transformers.models.{vision.kind}.modeling_{vision.kind}"), CLASSES[vision.kind]
     )
+    AttentionInterface.register(ATTENTION, attend_frames)
     config = AutoConfig.from_pretrained(folder, local_files_only=True).vision_config
     with torch.device(device), no_init_weights():
-        tower: nn.Module = kind._from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-    return tower.eval()
+        tower: Any = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    tower.config._attn_implementation = ATTENTION  # given earlier, transformers would load a flash kernel of this name
+    built: nn.Module = tower.eval()
+    return built
+
+
+def attend_frames(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Returns attention [1, patches, heads, head_dim] of query, key and value [1, heads, patches, head_dim].
+
+    Patches attend to all patches of their frame or window. `cu_seq_lens_q` has the starts of these and the end of the
+    last one, and `max_length_q` the largest number of patches in one.
+    """
+    assert cu_seq_lens_q is not None and max_length_q is not None, "transformers passes them because of the name"
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    return attend_whole(queries, keys, values, cu_seq_lens_q, max_length_q, scale=scale)[None], None
 
 
 def patches_of(vision: Vision, pixels: Sequence[Tensor], mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

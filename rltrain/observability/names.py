@@ -78,6 +78,14 @@ def _quoted(names: str) -> str:
 
 METRICS: tuple[Metric, ...] = (
     *(metric for task in all_tasks() for metric in task.reports),
+    Metric("images/decoded", "images", "images of rows decoded since the last report, on all ranks"),
+    Metric(
+        "images/cache_hits",
+        "images",
+        "images of rows that were about to be decoded and found among those of earlier steps or other ranks, since the "
+        "last report, on all ranks",
+    ),
+    Metric("images/bytes_sent", "bytes", "pixels sent to other nodes since the last report, by all ranks"),
     Metric("perf/step_time_s", "s", "seconds from the end of the previous step to the end of this one"),
     Metric("perf/tokens_per_gpu_s", "tokens/s", "trained tokens per second of the step, per rank of the job"),
     Metric(

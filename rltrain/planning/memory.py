@@ -291,6 +291,7 @@ def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
         item_bytes=job.item_bytes,
         residual_bytes=job.residual_bytes,
         fp8=served.dtype == "fp8" and served.engine == "embedded",
+        vision=job.config.model.vision if served.engine == "embedded" else None,
     )
     return {"logits": needed.logits, "activations": needed.activations}
 

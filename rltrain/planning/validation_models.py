@@ -20,7 +20,7 @@ from rltrain.planning.problems import (
 )
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, drawing_roles, model_roles, served_roles, trained_roles
 
 # Mechanisms of some model families that not every parallelism, backend or engine supports.
 
@@ -337,12 +337,41 @@ VISION = "model.vision"
 def vision_problems(config: Config) -> Iterator[str]:
     """Yields the problems of model.vision, and of the keys without effect if it is null."""
     if config.model.vision is not None:
+        yield from _problems_of_images(config)
         return
     for role in trained_roles():
         if (lora := config.lora_of(role)) and lora.vision:
             yield f"{lora_key(role)}.vision: got true without {VISION}; expected false, as no tower is trained"
     if config.data.images != Images():
         yield f"data.images: got a section without {VISION}; expected none, as prompts have no images"
+
+
+BLIND_ROLES = ("teacher", "judge", "reward_model")
+"""Roles that would get the tokens of images without the images."""
+
+
+def _problems_of_images(config: Config) -> Iterator[str]:
+    """Yields the problems of roles, engines and algorithms that cannot use images."""
+    given, model = f"{VISION}: got a section", config.model
+    for role in (role for role in BLIND_ROLES if role in config.placed_roles):
+        yield f"{given} with role {role}, which would not see the images; expected null, or no such role"
+    if algorithm_of(config).name == "reward_model":
+        yield f"{given} with algorithm reward_model, which trains on texts only; expected null"
+    if model.mtp is not None:
+        yield f"{given} with {MTP}, whose layer takes no positions of images; expected only one of the two"
+    if model.fake_quantization is not None:
+        yield f"{given} with model.fake_quantization, which has no rule for a tower; expected only one of the two"
+    if model.transformer_impl == "transformer_engine":
+        yield (
+            f"model.transformer_impl: got transformer_engine with {VISION}; expected auto or local, since its rotary "
+            "embeddings take one position of a token"
+        )
+    for role in (role for role in drawing_roles() if role in config.placed_roles):
+        served = config.served(role)
+        if served.engine == "http":
+            yield f"{role}.engine: got http with {VISION}; expected embedded or sglang: servers get no images"
+        if served.engine == "sglang" and config.parallel_of(role)[0].tp > 1:
+            yield f"{role}.parallel.tp: got more than 1 for engine sglang with {VISION}; expected 1: it splits towers"
 
 
 # The settings of model.router_replay.

@@ -37,6 +37,7 @@ from rltrain.data.demonstrations import Demonstrations, GivenTexts
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
 from rltrain.errors import ParityError
+from rltrain.exchange.images import keys_of
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -57,7 +58,10 @@ from rltrain.tasks.roles import informing
 # Parity of trainer and engine: the difference of their log-probs for tokens sampled with the trainer's weights.
 
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
-METRICS = frozenset({SHARE, DIFFERENCE, KL})
+IMAGE_SHARE, IMAGE_DIFFERENCE = "fresh_image_tokens", "fresh_image_logprob_abs_diff"
+SHARE_OF = {DIFFERENCE: SHARE, KL: SHARE, IMAGE_DIFFERENCE: IMAGE_SHARE}
+"""For each difference, the metric with the share of its tokens."""
+METRICS = frozenset({*SHARE_OF, *SHARE_OF.values()})
 """Metrics measured under the weights that sampled the tokens. Only a step's first mini-batch still
 has those weights."""
 
@@ -65,8 +69,9 @@ has those weights."""
 def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
     """Returns a loss function that also measures the difference between log-probs of trainer and engine.
 
-    It adds METRICS to the `token_sums` of the output, summed over the response tokens with policy version `step`. The
-    loss is that of `loss_function`. A SharedLoss stays one, with its divisor shares.
+    It adds METRICS to the `token_sums` of the output, summed over the response tokens with policy version `step`. Those
+    of images are for samples with images, if the run sees any. The loss is that of `loss_function`. A SharedLoss stays
+    one, with its divisor shares.
     """
 
     def measured(experience: Experience, logprobs: Tensor, *others: Any) -> LossOutput:
@@ -74,25 +79,38 @@ def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
         fresh = (experience.response_mask & (experience.policy_version == step)).float()
         trained = logprobs.detach().masked_fill(~experience.response_mask, 0)
         drawn = of_response(experience, "rollout_logprobs")
+        distance = (trained - drawn).abs()
         sums = {
             SHARE: fresh.sum(),
-            DIFFERENCE: masked_sum((trained - drawn).abs(), fresh),
+            DIFFERENCE: masked_sum(distance, fresh),
             KL: masked_sum(kl_estimate(drawn, trained, "k3"), fresh),
         }
+        if experience.has("image_keys"):
+            seeing = fresh * _beside_images(experience).to(fresh)
+            sums |= {IMAGE_SHARE: seeing.sum(), IMAGE_DIFFERENCE: masked_sum(distance, seeing)}
         return replace(output, token_sums={**output.token_sums, **sums})
 
     return replace(loss_function, function=measured) if isinstance(loss_function, SharedLoss) else measured
 
 
-def summarize_parity(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns a step's metrics with the differences as means over fresh tokens instead of all tokens.
+def _beside_images(experience: Experience) -> Tensor:
+    """Returns whether each token is in a sample with images, bool [tokens] on the host."""
+    lengths = experience.lengths.cpu()
+    shown = [bool(keys.any()) for keys in experience.image_keys.cpu().split(lengths.tolist())]
+    return torch.tensor(shown, dtype=torch.bool).repeat_interleave(lengths)
 
-    Leaves the differences out if the step has no fresh tokens.
+
+def summarize_parity(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns a step's metrics with the differences as means over their fresh tokens instead of all tokens.
+
+    Leaves the differences out if the step has no such tokens.
     """
-    share = metrics.get(SHARE, 0.0)
-    if not share:
-        return {name: value for name, value in metrics.items() if name not in METRICS - {SHARE}}
-    return {name: value / share if name in (DIFFERENCE, KL) else value for name, value in metrics.items()}
+    shares = {name: metrics.get(share, 0.0) for name, share in SHARE_OF.items()}
+    return {
+        name: value / shares[name] if name in SHARE_OF else value
+        for name, value in metrics.items()
+        if shares.get(name, 1.0)
+    }
 
 
 # Limits on the difference between trainer and engine.
@@ -110,6 +128,7 @@ class ParityGate:
         self.action, self.speaks, self.pause = checks.action, speaks, pause
         self.limits = {
             ("checks.max_logprob_diff", DIFFERENCE): checks.max_logprob_diff,
+            ("checks.max_logprob_diff", IMAGE_DIFFERENCE): checks.max_logprob_diff,
             ("checks.max_kl", KL): checks.max_kl,
         }
 
@@ -427,6 +446,10 @@ class ActorRole(TrainedRole):
             "perf/train_tokens_per_s": tokens_per_s,
             "perf/train_tokens_per_gpu_s": tokens_per_s / len(self.grid.ranks),
         }
+        if self.job.shape.sees:
+            shown = torch.tensor([int((experience.image_keys > 0).sum()), len(keys_of(experience))])
+            of_step = self._total(shown).tolist()
+            metrics |= dict(zip(("images/tokens", "images/distinct"), of_step, strict=True))
         if self.training_data is not None:
             metrics |= self._row_metrics(experience)
         if self.algorithm.generates:

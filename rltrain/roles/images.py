@@ -1,8 +1,11 @@
 """Images of rows in the store of this node: decoded by threads, and held by the ranks that need them."""
 
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+
+import torch.distributed as dist
 
 from rltrain.data.experience import Experience
 from rltrain.data.images import Context, ImageRules, ImageSource
@@ -27,9 +30,11 @@ class ImageDecoder:
 
     def __init__(self, store: ImageStore, rules: ImageRules, advance: Callable[[], None] = lambda: None) -> None:
         self.store, self.rules, self.advance = store, rules, advance
-        self.num_decoded = 0
-        self._pending: dict[ImageSource, Future[bool]] = {}
-        self._requests: queue.SimpleQueue[tuple[ImageSource, int, Future[bool]]] = queue.SimpleQueue()
+        self.num_decoded = self.num_found = 0
+        """Requested images that were decoded, and those found in the store."""
+        self._guard = threading.Lock()
+        self._pending: dict[ImageSource, Future[None]] = {}
+        self._requests: queue.SimpleQueue[tuple[ImageSource, int, Future[None]]] = queue.SimpleQueue()
         self._threads: list[JobThread] = []
 
     def request(self, sources: Iterable[ImageSource], step: int) -> None:
@@ -71,7 +76,7 @@ class ImageDecoder:
         awaited = {source: self._pending[source] for source in sources}
         for source, future in awaited.items():
             try:
-                self.num_decoded += future.result()
+                future.result()
             except DataError as error:
                 raise DataError(f"{sources[source]}: {error}") from None
             self.advance()
@@ -80,17 +85,19 @@ class ImageDecoder:
         while True:
             source, step, future = self._requests.get()
             try:
-                future.set_result(self._put(source, step))
+                self._put(source, step)
+                future.set_result(None)
             except Exception as error:  # for the thread that waits for the image
                 future.set_exception(error)
 
-    def _put(self, source: ImageSource, step: int) -> bool:
-        """Returns whether the image had to be decoded."""
+    def _put(self, source: ImageSource, step: int) -> None:
         key = self.rules.placed(source, 0).key
-        if not self.store.missing([key]):
-            return False
-        self.store.put(key, self.rules.decoded(source), step)
-        return True
+        is_missing = bool(self.store.missing([key]))
+        if is_missing:
+            self.store.put(key, self.rules.decoded(source), step)
+        with self._guard:
+            self.num_decoded += is_missing
+            self.num_found += not is_missing
 
 
 def sources_of(dataset: PromptDataset, rows: Iterable[int]) -> dict[ImageSource, str]:
@@ -101,6 +108,29 @@ def sources_of(dataset: PromptDataset, rows: Iterable[int]) -> dict[ImageSource,
 def hold_images(decoder: ImageDecoder, dataset: PromptDataset, experience: Experience, step: int) -> None:
     """Holds the images of samples for this rank until the end of `step`. The samples are from rows of `dataset`."""
     decoder.hold(keys_of(experience), lambda: sources_of(dataset, experience.prompt_ids.tolist()), step)
+
+
+class ImageCounts:
+    """Counts of all ranks, added up in the job's store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = dist.PrefixStore("image_counts", store)
+        self._published: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+
+    def publish(self, counts: Mapping[str, int]) -> None:
+        """Adds the increase of this rank's `counts` since the last call."""
+        for name, count in counts.items():
+            if more := count - self._published.get(name, 0):
+                self.store.add(name, more)
+        self._published = {**counts}
+
+    def take(self, names: Iterable[str]) -> dict[str, int]:
+        """Returns the increase of the job's counts since the last call."""
+        totals = {name: int(self.store.add(name, 0)) for name in names}
+        found = {name: total - self._taken.get(name, 0) for name, total in totals.items()}
+        self._taken = totals
+        return found
 
 
 # Images of the prompts of an engine.

@@ -11,7 +11,6 @@ from rltrain.checkpoint.run_files import Contents
 from rltrain.checkpoint.run_folder import Resumed
 from rltrain.config.schema import Config, Offload
 from rltrain.data.experience import Experience
-from rltrain.data.images import ImageRules
 from rltrain.data.prompts import PromptDataset
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
@@ -185,10 +184,9 @@ class Job:
     @cached_property
     def decoder(self) -> ImageDecoder | None:
         """Decodes images of rows, with model.vision."""
-        if self.images is None:
+        if self.images is None or self.rows.images is None:
             return None
-        rules = ImageRules.read(Path(self.config.model.path), self.config.data.images)
-        return ImageDecoder(self.images, rules, self.heartbeat.advance)
+        return ImageDecoder(self.images, self.rows.images, self.heartbeat.advance)
 
     def hold_images(self, experience: Experience, step: int, rows: PromptDataset | None = None) -> None:
         """Holds the images of samples for this rank until the end of `step`. Decodes those that the node lacks.

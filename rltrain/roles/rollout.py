@@ -16,11 +16,12 @@ from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
+from rltrain.exchange.images import image_tensors, put_images
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.env import Conversations, EpisodeSessions
-from rltrain.roles.images import PromptImages
+from rltrain.roles.images import PromptImages, keys_of_group
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint
@@ -314,7 +315,11 @@ class RolloutRole(DrawingRole):
         state = self.training.state()
         if not self.decisions.is_leader:
             return {}
-        files = {f"engine_{self.dp:05d}.safetensors": state.contents()}
+        contents, images = state.contents(), self.job.images
+        if images is not None and "env" in self.job.placement.roles:
+            keys = {key for group in (*state.begun, *state.drawn) for key in keys_of_group(group)}
+            contents = Contents({**contents.tensors, **image_tensors(images, keys)}, contents.metadata)
+        files = {f"engine_{self.dp:05d}.safetensors": contents}
         rows = None if self.rows is None else self.rows.state()
         return files if rows is None else {**files, RATES_FILES.replace("*", f"{self.dp:05d}"): rows}
 
@@ -369,7 +374,10 @@ class RolloutRole(DrawingRole):
         saved."""
         resumed = self.job.resumed
         files = resumed.files(self.name) if resumed and not resumed.has_new_data else []
-        saved = [RolloutState.from_contents(read_contents(file)) for file in files if not file.path.match(RATES_FILES)]
+        found = [read_contents(file) for file in files if not file.path.match(RATES_FILES)]
+        saved = [RolloutState.from_contents(contents) for contents in found]
+        for contents in found if self.decisions.is_leader else ():
+            put_images(self.job.images, contents.tensors, self.job.first_step)
         if not saved or resumed is None:
             return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
         if not resumed.continues:

@@ -15,6 +15,7 @@ from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.config import schema
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import SIBLINGS_APART, Experience, join
+from rltrain.data.image_parts import with_references
 from rltrain.data.images import thumbnail
 from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.data.prompts import PromptDataset
@@ -128,7 +129,7 @@ class Scorables:
         values: dict[str, Any] = {}
         if "messages" in self.fields:
             prompt = self.dataset[row].prompt
-            values["messages"] = () if isinstance(prompt, str) else prompt
+            values["messages"] = () if isinstance(prompt, str) else with_references(prompt)
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
             values["label_value"] = self.columns.label_value(row, columns)

@@ -8,6 +8,7 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
+from rltrain.exchange.images import image_tensors, keys_of, put_images
 from rltrain.observability.trace import Trace
 from rltrain.roles.role import Role
 from rltrain.runtime.grid import Grid
@@ -45,9 +46,14 @@ class Transfers:
         roles: Mapping[str, Role],
         trace: Trace,
         hold_images: HoldImages = lambda experience, step: None,
+        *,
+        saves_images: bool = False,
     ) -> None:
-        """`hold_images` is called for all experience that this rank receives or restores."""
-        self.hold_images = hold_images
+        """`hold_images` is called for all experience that this rank receives or restores.
+
+        With `saves_images` checkpoints have the pixels of images.
+        """
+        self.hold_images, self.saves_images = hold_images, saves_images
         self.shape, self.grids, self.order = shape, grids, order
         self.exchange, self.roles, self.trace = exchange, roles, trace
         self.awaited: dict[int, int] = {}
@@ -95,7 +101,10 @@ class Transfers:
             shipment = self.exchange.posted(posted)
             if key not in crossing or len(shipment.experience.present()) > len(crossing[key].experience.present()):
                 crossing[key] = shipment  # destinations of the same samples may get different fields
-        return as_tensors(crossing)
+        images, found = self.exchange.images, as_tensors(crossing)
+        if images is not None and self.saves_images:
+            found |= image_tensors(images, {key for one in crossing.values() for key in keys_of(one.experience)})
+        return found
 
     def restore(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Gives experience that crossed a checkpoint back to its source roles. The first posts of the order send it
@@ -104,7 +113,9 @@ class Transfers:
         `saved` has the results of `save` on all ranks of the saved run, in their order. Raises CheckpointError if the
         order begins with other posts.
         """
-        parts = read_parts(saved)
+        step = min((entry.step for entry in self.order), default=0)
+        images = None if self.exchange is None else self.exchange.images
+        parts = read_parts([put_images(images, of_rank, step) for of_rank in saved])
         self._expect_crossing(parts)
         for (source, name, step, chunk), of_all in parts.items():
             if source in self.roles:

@@ -10,7 +10,7 @@ from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.config.schema import FakeQuantization
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
-from rltrain.rollout.embedded.engine import build_embedded
+from rltrain.rollout.embedded.engine import EmbeddedEngine, build_embedded
 from rltrain.rollout.engine import Engine, EngineSite, HostedEngine
 from rltrain.rollout.layout import EnginePart, engine_parts
 from rltrain.rollout.servers.http_engine import HttpEngine, build_http
@@ -61,6 +61,8 @@ def reload_weights(engine: Engine, site: EngineSite, path: Path, version: int, *
     rounding = site.config.model_of(site.role).fake_quantization
     parts: Sequence[EnginePart] = engine_parts(site.config, site.architecture, site.grid, site.role)
     engine.begin_update()
+    if isinstance(engine, EmbeddedEngine):
+        engine.forget_images()  # also those of a frozen tower, because this may be another checkpoint
     for number, part in enumerate(parts):
         incoming = engine.incoming(number)
         _load(path, part, rank, incoming, dtype, key)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, VisionSettings
 from rltrain.models import Architecture
 from rltrain.models.delta_net import CHUNK_TOKENS
 from rltrain.models.table import item_bytes
+from rltrain.models.vision import Vision
 from rltrain.rollout.layout import ARRIVING_BYTES, engine_layout
 from rltrain.runtime.grid import Grid
 
@@ -34,12 +35,15 @@ class Workspace:
     decoding: int
     """Activations of a decode step."""
     prefill: int
+    """Activations of a prefill pass, or of the vision tower before it."""
     dequantized: int
     """The largest FP8 matrix, dequantized for a product."""
+    features: int = 0
+    """Features of the images of a prefill pass, and those kept of earlier ones."""
 
     @property
     def activations(self) -> int:
-        return self.decoding + self.prefill + self.dequantized
+        return self.decoding + self.prefill + self.dequantized + self.features
 
     @property
     def generating(self) -> int:
@@ -55,13 +59,18 @@ def workspace(
     item_bytes: int,
     residual_bytes: int | None = None,
     fp8: bool = False,
+    vision: VisionSettings | None = None,
 ) -> Workspace:
-    """Returns the workspace of engines with `num_running` responses at once and `prefill_tokens` per prefill pass."""
+    """Returns the workspace of engines with `num_running` responses at once and `prefill_tokens` per prefill pass.
+
+    `vision` are the settings of images, if the model has a tower. All tokens of a pass may be of images.
+    """
     of_token = token_bytes(architecture, grid, item_bytes, residual_bytes or item_bytes)
     return Workspace(
         logits=num_running * architecture.vocab_size * FP32 * SAMPLING_COPIES,
         decoding=num_running * of_token,
-        prefill=prefill_tokens * of_token,
+        prefill=max(prefill_tokens * of_token, _tower_bytes(architecture.vision, vision, prefill_tokens, item_bytes)),
+        features=_feature_bytes(architecture.vision, vision, prefill_tokens, item_bytes),
         dequantized=largest_matrix(architecture, grid.tp, grid.ep) * (FP32 + item_bytes) if fp8 else 0,
     )
 
@@ -82,11 +91,13 @@ def workspace_beside_cache(config: Config, architecture: Architecture, grid: Gri
         item_bytes=item_bytes(model.dtype),
         residual_bytes=item_bytes(model.residual),
         fp8=fp8,
+        vision=model.vision,
     )
     buckets = WEIGHT_SYNC_BUFFERS * config.weight_sync.bucket_mb * MIB
     if role == "evaluation":
         return needed.generating + buckets + ARRIVING_BYTES
-    return needed.logits + needed.decoding + max(needed.prefill + needed.dequantized, buckets)
+    beside = needed.logits + needed.decoding + needed.features
+    return beside + max(needed.prefill + needed.dequantized, buckets)
 
 
 def room_for_cache(free_bytes: float, device_bytes: float, beside: int) -> int:
@@ -163,3 +174,32 @@ def largest_matrix(architecture: Architecture, tp: int, ep: int) -> int:
     """Returns the elements of the largest layer parameter on a rank. All experts of a layer form one parameter."""
     parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep)).on(0).parameters
     return max(prod(shape) for name, shape in parameters if ".layers." in name)
+
+
+# Images.
+
+_PATCH_COPIES = 3
+"""Copies in fp32 of pixels while they are cut into patches."""
+_BLOCK_COPIES, _WIDE_COPIES = 9, 6
+"""Tensors with the hidden size per patch in a block of a tower, in the dtype of the model and in fp32: the residual
+stream, its norm, queries, keys and values before and after the rotation, and their rotation in fp32."""
+_FFN_COPIES = 3
+
+
+def _tower_bytes(vision: Vision | None, settings: VisionSettings | None, prefill_tokens: int, item_bytes: int) -> int:
+    """Returns the bytes of the activations of a tower for the patches that it encodes at a time."""
+    if vision is None or settings is None:
+        return 0
+    num_patches = min(settings.max_patches, prefill_tokens * vision.merge**2)
+    attention = vision.hidden * (_BLOCK_COPIES * item_bytes + _WIDE_COPIES * FP32)
+    feed_forward = (2 * vision.hidden + _FFN_COPIES * vision.ffn) * item_bytes
+    pixels = vision.patch_size * FP32
+    return num_patches * max(_PATCH_COPIES * pixels, pixels + max(attention, feed_forward))
+
+
+def _feature_bytes(vision: Vision | None, settings: VisionSettings | None, prefill_tokens: int, item_bytes: int) -> int:
+    """Returns the bytes of features, by image and in the order of a pass, and of those kept."""
+    if vision is None or settings is None:
+        return 0
+    of_token = vision.out_hidden * (1 + len(vision.deepstack)) * item_bytes
+    return 2 * prefill_tokens * of_token + int(settings.engine_cache_gb * 1e9)

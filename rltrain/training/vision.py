@@ -77,10 +77,12 @@ class _Placed:
 
 @dataclass
 class _Piece:
-    """Images encoded together. With `outputs` their graph is kept for backward."""
+    """Images encoded together. With `outputs` their graph is kept for backward, else the state of torch's generator on
+    the host before they were encoded."""
 
     keys: list[int]
     outputs: list[Tensor] = field(default_factory=list)
+    random: Tensor | None = None
 
 
 class TowerPass:
@@ -112,6 +114,7 @@ class TowerPass:
         self._leaves: dict[int, list[Tensor]] = {}
         keeps_graph = trains and not tower.recompute
         for piece in self._pieces:
+            piece.random = torch.random.get_rng_state() if trains else None
             with torch.set_grad_enabled(keeps_graph):
                 outputs = self._encoded(piece)
             self._leaves |= self._leaves_of(piece, outputs)
@@ -139,8 +142,7 @@ class TowerPass:
     def backward(self) -> None:
         """Adds the gradients of the tower's weights, if it trains. Call it once, after the micro-batches' backward."""
         for piece in self._pieces if self.trains else []:
-            with torch.enable_grad():
-                outputs = piece.outputs or self._encoded(piece)
+            outputs = piece.outputs or self._encoded_again(piece)
             piece.outputs = []
             torch.autograd.backward(outputs, list(self._gradients(piece, outputs)))
 
@@ -150,6 +152,13 @@ class TowerPass:
             leaves = [of_image[depth] for of_image in of_images]
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             yield torch.cat(found).to(output.dtype) if found else torch.zeros_like(output)
+
+    def _encoded_again(self, piece: _Piece) -> list[Tensor]:
+        """Encodes a piece with a graph, and with the same dropout of adapters as before."""
+        assert piece.random is not None
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.random.set_rng_state(piece.random)
+            return self._encoded(piece)
 
     def _encoded(self, piece: _Piece) -> list[Tensor]:
         vision, device = self.tower.vision, self.tower.mean.device

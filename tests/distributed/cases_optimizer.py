@@ -19,6 +19,7 @@ from rltrain.config.models import Muon
 from rltrain.errors import CheckpointError
 from rltrain.offload import activations as activation_offload
 from rltrain.offload.device_memory import DeviceMemory
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.optimizers import COEFFICIENTS
 from tests.distributed.cases_training import (
     GRIDS,
@@ -53,6 +54,7 @@ EQUAL = {
     "bf16_overlap": Way(dp=4, dtype="bfloat16", overlap=True),
 }
 """Ways in which the place of the states changes no bit."""
+QUICK_EQUAL = "bf16_plain"
 SAVED = {
     "half_offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=HALF), away=True),
     "offload_fp32": Case(Way(dp=2, optimizer=OFFLOAD), away=True),
@@ -69,6 +71,7 @@ LAYOUTS = {
     "pp2_dp2_overlap": Way(pp=2, dp=2, overlap=True, optimizer=MUON),
     "pp3_idle_stage": Way(pp=3, layers=(1, 0, 1), optimizer=MUON),
 }
+QUICK_LAYOUTS = {"alone": Way(optimizer=MUON), "dp2": Way(dp=2, optimizer=MUON)}
 EXPERT_LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2_ep4": Way(tp=2, dp=2, ep=4, etp=1, optimizer=MUON),
@@ -76,22 +79,39 @@ EXPERT_LAYOUTS = {
     "pp2_dp2_ep2_plain": Way(pp=2, dp=2, ep=2, distributed=False, optimizer=MUON),
     "pp4_idle_stages": Way(pp=4, layers=(0, 1, 1, 0), optimizer=MUON),
 }
+WAYS = {"quick": QUICK_LAYOUTS, "dense": LAYOUTS, "experts": EXPERT_LAYOUTS}
+MOVES = {
+    "quick": (QUICK_LAYOUTS["dp2"], Way(tp=2, optimizer=MUON)),
+    "dense": (LAYOUTS["tp2_dp2"], Way(dp=4, optimizer=MUON)),
+    "experts": (EXPERT_LAYOUTS["tp2_dp2_ep4"], Way(dp=4, optimizer=MUON)),
+}
+"""Layouts before and after a resume."""
 
 
 def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
     """Returns weights and losses with the states on the device and on the host, and those of saved and resumed runs."""
-    path, seen = Path(checkpoints["qwen3"]), dict[str, Any]()
-    cases = {name: Case(way) for name, way in EQUAL.items()}
-    groups = groups_of({**cases, **SAVED})
-    for name, case in cases.items():
-        if dist.get_rank() in case.way.grid.ranks:
-            seen[name] = []
-            for optimizer in ((), OFFLOAD, HALF):
-                run = Run(case, replace(case.way, optimizer=optimizer), path, groups, load_weights=True)
-                seen[name].append({"updates": run.train(BEFORE), "digests": run.digests(), "bytes": held(run)})
+    path = Path(checkpoints["qwen3"])
+    groups = groups_of({**{name: Case(way) for name, way in EQUAL.items()}, **SAVED})
+    seen = {name: in_three_places(Case(way), path, groups) for name, way in EQUAL.items()}
     for name, case in SAVED.items():
         seen[name] = saved_and_continued(case, path, groups, Path(folder, name))
     return seen
+
+
+def quick_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """Returns the results of `places` for one way, and of `matrices` under "muon"."""
+    case, path = Case(EQUAL[QUICK_EQUAL]), Path(checkpoints["qwen3"])
+    places_of_one = in_three_places(case, path, groups_of({QUICK_EQUAL: case}))
+    return {QUICK_EQUAL: places_of_one, "muon": matrices(checkpoints, folder, "qwen3", "quick")}
+
+
+def in_three_places(case: Case, path: Path, groups: ProcessGroups) -> Any:
+    """Returns updates, digests and bytes with the states on the device, on the host, and half on each."""
+    found = []
+    for optimizer in ((), OFFLOAD, HALF) if dist.get_rank() in case.way.grid.ranks else ():
+        run = Run(case, replace(case.way, optimizer=optimizer), path, groups, load_weights=True)
+        found.append({"updates": run.train(BEFORE), "digests": run.digests(), "bytes": held(run)})
+    return found
 
 
 def held(run: Run) -> dict[str, list[int]]:
@@ -99,13 +119,13 @@ def held(run: Run) -> dict[str, list[int]]:
     return {name: [part.device_bytes, part.host_bytes] for name, part in run.trained.parts.items()}
 
 
-def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool) -> dict[str, Any]:
+def matrices(checkpoints: dict[str, str], folder: str, kind: str, layouts: str) -> dict[str, Any]:
     """Runs Muon in several layouts and returns the metrics, on rank 0 also the differences between the final
     weights."""
     path, seen = Path(checkpoints[kind]), dict[str, Any]()
-    ways = EXPERT_LAYOUTS if experts else LAYOUTS
+    ways = WAYS[layouts]
     cases = {name: Case(way, checkpoint=kind) for name, way in ways.items()}
-    moving = Case(ways["tp2_dp2_ep4" if experts else "tp2_dp2"], Way(dp=4, optimizer=MUON), checkpoint=kind)
+    moving = Case(*MOVES[layouts], checkpoint=kind)
     groups = groups_of({**cases, "moving": moving})
     for name, case in cases.items():
         if dist.get_rank() in case.way.grid.ranks:
@@ -128,7 +148,7 @@ def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool)
             for name in ways
             for other in [whole_weights(cases[name], path, Path(folder, name))]
         }
-        if not experts:
+        if layouts != "experts":
             expected = by_transformers(path)
             seen["from_reference"] = {key: float((first[key] - expected[key]).abs().max()) for key in first}
             seen["moved_by"] = {key: float((first[key] - before).abs().max()) for key, before in weights_of(path)}

@@ -4,12 +4,14 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from rltrain.cli.parity import Checked, logprob_difference, random_samples, run_engine, run_trainer
 from rltrain.config import schema
+from rltrain.errors import DataError
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser
 
@@ -30,6 +32,22 @@ def all_cases(
         "others": {case: of_other(families, *case.split(), tensors) for case, tensors in others.items()},
         "noise": {f"{residual}/{head}": noise(path, residual, head) for residual in WIDE for head in WIDE},
     }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return results
+
+
+def of_one_layer(checkpoint: str, texts: str, empty: str) -> dict[str, Any]:
+    dist.destroy_process_group()  # the tool makes its own
+    path = Path(checkpoint)
+    disturbed = with_other_weights(path, ["model.layers.0.mlp.up_proj.weight"])
+    results: dict[str, Any] = {
+        "megatron": printed(path, path, "--texts", texts, "--transformers"),
+        "fsdp": printed(path, disturbed, "--backend", "fsdp"),
+    }
+    for name, file in (("empty", empty), ("missing", f"{empty}.missing")):
+        with pytest.raises(DataError) as refused:
+            printed(path, path, "--texts", file)
+        results[name] = str(refused.value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return results
 

@@ -54,6 +54,7 @@ OF_FAMILIES = {
     "pp2_ep2": Layout(Grid(ALL, pp=2, ep=2)),
     "pp2": Layout(Grid((1, 3), pp=2)),
 }
+QUICK_LAYOUT = Layout(Grid((0, 1), pp=2))
 WAYS = ("layer", "head", "model")
 SAVED_IN, RESUMED_IN = "pp2", "one_rank"
 
@@ -72,6 +73,11 @@ def trained(path: str, gradients: dict[str, str]) -> dict[str, Any]:
         results["resumed"] = _resumed(Path(path), groups)
         results["gradients"] = _gradients(Path(path), groups)
     return results
+
+
+def in_two_stages(path: str, gradients: str) -> dict[str, Any]:
+    """Returns this rank's results in QUICK_LAYOUT. All parts of the model learn."""
+    return _train(Path(path), QUICK_LAYOUT, groups_on([QUICK_LAYOUT.grid]), Path(gradients), "model")[1]
 
 
 def families(folder: str, layouts: dict[str, list[str]]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from tests.support.checkpoint_files import stored_tensors
 from tests.support.prediction_checkpoints import make_mimo, make_with_further, write_reference
 from tests.support.worlds import Ranks, made_once, reports, run_case
 
-pytestmark = pytest.mark.slow  # tests/unit/test_validation_models.py has a quick part
 CLOSE = 2e-5
 OF_FAMILY = {
     "deepseek_v3": ["one_rank", "tp2_ep2", "pp2_ep2"],
@@ -42,9 +41,20 @@ class Trained:
         return stored_tensors(self.path / way / layout)
 
 
+def test_two_stages_have_the_losses_and_gradients_of_plain_torch(tmp_path: Path) -> None:
+    path, gradients = make_mimo(tmp_path / "mimo"), tmp_path / "gradients"
+    likelihood, further = write_reference(path, gradients, trains="model")
+    for found in run_case("cases_prediction:in_two_stages", 2, path=path, gradients=gradients):
+        assert found["steps"][0]["loss"] == pytest.approx(likelihood, rel=CLOSE)
+        assert found["steps"][0]["mtp_loss"] == pytest.approx(further, rel=CLOSE)
+        assert found["differences"] and max(found["differences"].values()) < CLOSE, found["differences"]
+        assert found["steps"][-1]["mtp_loss"] < further, "it learns"
+
+
 trained = made_once(Trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_and_gradients_are_those_of_plain_torch(trained: Trained, way: str) -> None:
     """No prediction crosses the end of a sample. The first tokens of a response without a predicting row do not
@@ -58,6 +68,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(trained: Trained, way: st
             assert found["differences"] or LAYOUTS[layout].grid.dp > 1
 
 
+@pytest.mark.slow
 def test_what_it_does_not_train_has_the_gradients_of_a_model_without_it(trained: Trained) -> None:
     """Gradients are equal bit for bit."""
     without, layer, head, model = (trained.ranks[0]["gradients"][way] for way in ("without", *WAYS))
@@ -69,6 +80,7 @@ def test_what_it_does_not_train_has_the_gradients_of_a_model_without_it(trained:
         assert model[name] != gradient, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_alike_in_every_layout(trained: Trained, way: str) -> None:
     """The gradient norm for clipping counts the embedding on both ends of a pipeline once."""
@@ -81,6 +93,7 @@ def test_steps_are_alike_in_every_layout(trained: Trained, way: str) -> None:
                     assert steps[name] == pytest.approx(of_one_rank[name], rel=1e-5), (layout, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_saved_has_the_layer_as_it_was_trained(trained: Trained, way: str) -> None:
     start, expected = load_file(trained.path / "model.safetensors"), trained.exported("one_rank", way)
@@ -93,6 +106,7 @@ def test_what_is_saved_has_the_layer_as_it_was_trained(trained: Trained, way: st
             torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=1e-5, msg=f"{layout}: {name}")
 
 
+@pytest.mark.slow
 def test_a_state_is_loaded_in_another_layout(trained: Trained) -> None:
     for way in WAYS:
         for name in ("loss", "mtp_loss", "grad_norm"):
@@ -107,6 +121,7 @@ def families(folder: Path) -> tuple[Path, Ranks]:
     return folder, run_case("cases_prediction:families", folder=folder, layouts=OF_FAMILY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_other_families_learn_as_transformers_layers_do(families: tuple[Path, Ranks], family: str) -> None:
     folder, ranks = families

@@ -1,13 +1,11 @@
 """On-policy distillation in whole jobs: the actor becomes as good as its teacher; several teachers by row."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from tests.support.checkpoint_files import disturb
 from tests.support.jobs import QUICKSTART, REPOSITORY, column, read_lines, train
 
 CONFIG = REPOSITORY / "configs/quickstart_distillation.yaml"
@@ -16,16 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def disturbed(warmed_up: Path, tmp_path: Path) -> Path:
-    """Returns the warmed-up checkpoint with noise on its weights. It makes the model much worse."""
-    folder = tmp_path / "disturbed"
-    shutil.copytree(warmed_up, folder)
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(warmed_up / "model.safetensors").items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return disturb(warmed_up, tmp_path / "disturbed")
 
 
 def test_the_actor_becomes_like_its_teacher(

@@ -50,6 +50,18 @@ TOKENIZER_FILES = {
 }
 
 
+def disturb(checkpoint: Path, folder: Path) -> Path:
+    """Writes a checkpoint with noise on its weights to `folder` and returns it. It makes the model much worse."""
+    shutil.copytree(checkpoint, folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def make_checkpoint(
     folder: Path, name: str = "qwen3", *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any
 ) -> dict[str, Tensor]:

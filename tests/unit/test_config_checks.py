@@ -244,6 +244,45 @@ CONTRADICTIONS = {
     "rollout.kv_cache_gb: got 3.0 with rollout.engine sglang; expected auto, and mem_fraction_static": {
         "rollout": {"engine": "sglang", "kv_cache_gb": 3}
     },
+    "model.router_replay: got recompute with backend fsdp for role actor, whose routers cannot replay choices": {
+        "actor": {"backend": "fsdp"},
+        "model": {"path": "m", "router_replay": "recompute"},
+    },
+    "actor.optimizer.moments_dtype: got bfloat16 with backend fsdp; expected float32: torch's AdamW": {
+        "actor": {"backend": "fsdp", "optimizer": {"moments_dtype": "bfloat16"}},
+    },
+    "data.train.system_key: got 'system' with an environment; expected null": {
+        **ENVIRONMENT,
+        "data": {"train": {"path": "train.jsonl", "system_key": "system"}},
+    },
+    "actor.optimizer.name: got muon with model.lora, whose matrices are low-rank factors; expected adamw": {
+        "model": {"path": "m", "lora": {"rank": 8}},
+        "actor": {"optimizer": {"name": "muon"}},
+    },
+    "loss.kl.estimator: got full with loss.kl.where reward; expected k1, k2 or k3": {
+        "loss": {"kl": {"coef": 0.1, "estimator": "full", "where": "reward"}},
+    },
+    "rollout.parallel.etp: got 2; expected null: an engine splits each expert over tp / ep ranks": {
+        "rollout": {"parallel": {"etp": 2}},
+    },
+    "env: neither env.function nor env.agent is given, and placement has role env; expected one": {
+        "placement": ENVIRONMENT["placement"],
+    },
+    "env.agent: expected either command or function": {
+        "placement": ENVIRONMENT["placement"],
+        "env": {"agent": {"command": ["a"], "function": "m:f"}},
+    },
+    "env.batch_size: got 2 with env.agent, whose runs are independent; expected 1": {
+        "placement": ENVIRONMENT["placement"],
+        "env": {"agent": {"function": "m:f"}, "batch_size": 2},
+    },
+    "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from": {
+        **TAUGHT,
+    },
+    "teacher.top_k: got 5 with teacher.where advantage, which uses the sampled token only": {
+        **TAUGHT,
+        "teacher": {"path": "t", "top_k": 5, "where": "advantage"},
+    },
 }
 
 

@@ -282,7 +282,7 @@ def test_what_is_refused_is_an_error_that_clients_understand(
         client.chat.completions.create(model="any", messages=[user("x" * 5000)])
     assert too_long.value.code == "context_length_exceeded"
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    with pytest.raises(openai.BadRequestError, match="image_url"):
+    with pytest.raises(openai.BadRequestError, match="image_url.*the endpoint takes no images"):
         client.chat.completions.create(model="any", messages=[picture])
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         client.responses.create(model="any", input="x", previous_response_id="resp_1")
@@ -294,6 +294,49 @@ def test_what_is_refused_is_an_error_that_clients_understand(
         wrong = anthropic.Anthropic(base_url=served.url, api_key="sk-wrong", max_retries=0)
         wrong.messages.create(model="any", max_tokens=9, messages=[user("x")])
     assert [model.id for model in client.models.list()] == ["model"]
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+OF_OWNER = {"Authorization": f"Bearer {OWNER}"}
+ANSWER = {"type": "message", "role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {**CHAT, "functions": [WEATHER]}, "functions"),
+        ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, "modalities"),
+        ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
+        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("completions", {"prompt": "x", "echo": True}, "echo"),
+        ("completions", {"prompt": "x", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("completions", {"prompt": ["x"] * 257}, "prompt: got 257 of them; expected at most"),
+        ("completions", {"prompt": ["x", "y"], "stream": True}, "2 of them with stream"),
+        ("responses", {"input": "x", "background": True}, "background"),
+        ("responses", {"input": "x", "conversation": "conv_1"}, "conversation"),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("responses", {"input": [{"type": "item_reference", "id": "1"}]}, "item_reference"),
+        ("responses", {"input": [ANSWER | {"content": [{"type": "input_image"}]}]}, "input_image"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(served: Endpoint, path: str, body: dict[str, Any], said: str) -> None:
+    answer = httpx.post(f"{served.url}/v1/{path}", json=body, headers=OF_OWNER, verify=False)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_streams_tell_ids_and_counts_when_asked(served: Endpoint, path: str) -> None:
+    options = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, "max_tokens": 5}
+    body = {**(CHAT if path.startswith("chat") else {"prompt": "x"}), **options}
+    lines = httpx.post(f"{served.url}/v1/{path}", json=body, headers=OF_OWNER, verify=False).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", ())]
+    assert len(ids) == 5 == events[-1]["usage"]["completion_tokens"] and events[-1]["choices"] == []
 
 
 def call_ids(answer: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
@@ -46,6 +42,7 @@ from rltrain.rollout.workspace import workspace
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.tasks.roles import DECLARED
+from tests.support.live_bytes import LiveBytes
 from tests.support.model_shards import tiny_architecture
 from tests.support.rollout_models import load_engine, write_checkpoint
 from tests.support.schedule_configs import make_config, place
@@ -404,41 +401,6 @@ def test_activations_on_the_host_leave_some_layers_of_them(recompute: str) -> No
 
 NUM_RUNNING, PROMPT_TOKENS = 32, 128
 LONG = {"max_running_requests": 1024, "max_context_tokens": 16384, "sampling": {"max_response_tokens": 8192}}
-
-
-class LiveBytes(TorchDispatchMode):
-    """The peak bytes of live storages made by operators inside the mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self._now = 0
-        self._tensors: dict[int, int] = {}
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = operator(*args, **kwargs or {})
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and (_storage(made) in self._tensors or _storage(made) not in given):
-                self._hold(made)
-        return result
-
-    def _hold(self, tensor: Tensor) -> None:
-        storage, size = _storage(tensor), tensor.untyped_storage().nbytes()
-        self._tensors[storage] = self._tensors.get(storage, 0) + 1
-        if self._tensors[storage] == 1:
-            self._now += size
-            self.most = max(self.most, self._now)
-        weakref.finalize(tensor, self._drop, storage, size)
-
-    def _drop(self, storage: int, size: int) -> None:
-        self._tensors[storage] -= 1
-        if not self._tensors[storage]:
-            del self._tensors[storage]
-            self._now -= size
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe", "deepseek_v3"])

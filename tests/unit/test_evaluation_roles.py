@@ -117,6 +117,7 @@ def evaluating_job(config: Config, rank: int, shared: dict[str, str], **more: An
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
         decoder=None,
+        images=None,
         hold_images=lambda experience, step, rows: None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,

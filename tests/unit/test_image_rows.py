@@ -3,7 +3,7 @@
 import base64
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,27 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from pyarrow import parquet
 from transformers import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rltrain.config import schema
+from rltrain.data.chat_format import ChatFormat, Conversation
+from rltrain.data.columns import read_columns
 from rltrain.data.demonstrations import Demonstrations, Preferences
+from rltrain.data.image_parts import images_of, with_references
 from rltrain.data.images import ImageRules, ImageSource, png_of
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts, measured_images
+from rltrain.data.row_index import IndexedRows, IndexFolder
+from rltrain.data.rows import read_rows, rows_of_table
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
 from rltrain.errors import DataError
 from rltrain.models.rope_positions import rope_positions
 from rltrain.roles.inputs import identity
+from rltrain.runtime.job_store import JobStore
+from rltrain.runtime.world import World
 from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, VISION_END, VISION_START, write_checkpoint
 
 
@@ -524,3 +532,226 @@ def test_the_content_of_images_decides_and_not_their_place(checkpoint: Path, loa
     assert rows_of("square.png") == rows_of("moved/other.png") == rows_of(URLS["square"])
     assert rows_of("square.png") != rows_of("wide.png")
     assert rows_of("square.png") != rows_of("square.png", "!")
+
+
+def test_images_of_a_row_are_paths_or_data_urls_and_none_without_a_tower(folder: Path, load: Load) -> None:
+    row = {
+        "images": [{"path": str(folder / "square.png"), "bytes": None}, {"path": None, "bytes": FILES["wide"]}],
+        "prompt": [user({"type": "image"}, text("?"), {"type": "image"})],
+    }
+    first, second = (source.reference for source in load(table(folder, row)).image_sources(0))
+    assert first == str(folder / "square.png") and base64.b64decode(second.partition(",")[2]) == FILES["wide"]
+    assert load(jsonl(folder, {"prompt": [user(text("?"))]}), sees=False).image_sources(0) == ()
+
+
+# Later turns.
+
+PLAIN = """
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}{%- endif -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- set shown = namespace(count=0) -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' or 'image' in part -%}
+{%- set shown.count = shown.count + 1 -%}
+{%- if add_vision_id -%}{{ 'Picture ' ~ shown.count ~ ': ' }}{%- endif -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+WITH_TOOLS = """
+{%- macro content_of(message) -%}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content or [] -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user\n(' + content_of(message) + ')<|im_end|>\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + content_of(message) }}
+{%- for call in message.tool_calls or [] -%}
+{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{ call.function.arguments | tojson + '}</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+"""Templates in the manner of Qwen2.5-VL and Qwen3-VL."""
+LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def format_with(checkpoint: Path, template: str, *, tools: Sequence[dict[str, Any]] = (), **options: Any) -> ChatFormat:
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.chat_template = template
+    images = ImageRules.read(checkpoint, schema.Images())
+    return ChatFormat(tokenizer, tools=tools, template_options=options, images=images)
+
+
+def raw(name: str) -> dict[str, Any]:
+    """Returns a part of type image as a client sends it."""
+    return {"type": "image_url", "image_url": {"url": URLS[name]}}
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_TOOLS], ids=["plain", "with tools"])
+@pytest.mark.parametrize("answer", ["user", "tool"])
+def test_later_turns_show_images_as_the_whole_conversation_does(
+    checkpoint: Path, processor: Processor, template: str, answer: str
+) -> None:
+    chat = format_with(checkpoint, template)
+    first = [{"role": "system", "content": "Look."}, user(raw("wide"), text("Which?"))]
+    second = [{"role": answer, "content": [text("here"), raw("tall"), raw("square"), text("?")]}]
+    begun = Conversation.begin(chat, first)
+    followed = begun.drawn(chat.template.encode("b<|im_end|>")).observed(second)
+    messages = [
+        first[0],
+        user(image("wide"), text("Which?")),
+        said("b"),
+        {"role": answer, "content": [text("here"), image("tall"), image("square"), text("?")]},
+    ]
+    reference = Processor(processor.image_processor, chat.tokenizer, None, chat_template=template)
+    assert followed.ids == expected_ids(reference, *messages)
+    assert [(one.begin, one.num_tokens(MERGE)) for one in followed.images] == spans(followed.ids)
+    rules = chat.images
+    assert rules is not None
+    names = ("wide", "tall", "square")
+    assert [one.key for one in followed.images] == [rules.placed(ImageSource(None, FILES[n]), 0).key for n in names]
+    continued = chat.continuation(begun.drawn(chat.template.encode("b<|im_end|>")).last_turn, second)
+    assert continued.images[0].begin == followed.images[1].begin - len(followed.ids) + len(continued.ids)
+    assert [source.read() for source in continued.sources] == [FILES["tall"], FILES["square"]]
+    assert chat.num_tokens(messages_with(second[0], first)) == len(chat.prompt(messages_with(second[0], first)).ids)
+
+
+def messages_with(last: dict[str, Any], first: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*first, said("b"), last]
+
+
+def test_a_tool_shows_an_image_after_a_call(checkpoint: Path) -> None:
+    chat = format_with(checkpoint, WITH_TOOLS, tools=[LOOK])
+    result = {"role": "tool", "tool_call_id": "call00001", "content": [raw("square"), text("seen")]}
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    shown = Conversation.begin(chat, [user(text("Look"))]).drawn(chat.template.encode(f"{call}<|im_end|>"))
+    followed = shown.observed([result])
+    assert [one.num_tokens(MERGE) for one in followed.images] == [16]
+    assert "(<|vision_start|>" in str(chat.tokenizer.decode(followed.ids))
+    assert chat.continuability.tool == "exact"
+
+
+def test_clients_continue_a_conversation_with_the_same_images_in_another_form(checkpoint: Path, folder: Path) -> None:
+    chat = format_with(checkpoint, PLAIN)
+    begun = Conversation.begin(chat, [user({"type": "image", "path": str(folder / "wide.png")}, text("Which?"))])
+    record = begun.drawn(chat.template.encode("b<|im_end|>"))
+    new = user(raw("tall"), text("And?"))
+    same = [user(raw("wide"), text("Which?")), said("b"), new]
+    assert chat.extends(record, same) == (new,)
+    others = [user(raw("tall"), text("Which?")), user(text("Which?")), user(raw("wide"), raw("wide"), text("Which?"))]
+    for other in others:
+        assert chat.extends(record, [other, said("b"), new]) is None
+
+
+def test_numbered_images_are_refused_after_a_turn(checkpoint: Path) -> None:
+    chat = format_with(checkpoint, PLAIN, add_vision_id=True)
+    begun = Conversation.begin(chat, [user(raw("wide"), raw("tall"))])
+    assert "Picture 2: " in str(chat.tokenizer.decode(begun.ids))
+    record = begun.drawn(chat.template.encode("b<|im_end|>"))
+    assert record.observed([user(text("go on"))]).images == begun.images
+    with pytest.raises(DataError, match=r"data\.chat_template_args\.add_vision_id"):
+        record.observed([user(raw("tall"))])
+
+
+def test_a_template_without_a_place_for_images_is_refused(load: Load, checkpoint: Path, folder: Path) -> None:
+    blind = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}"
+    with pytest.raises(DataError, match="1 images, but 0 places for images; expected as many of both: a chat template"):
+        format_with(checkpoint, blind).prompt([user(raw("wide"), text("?"))])
+
+
+# Large files, and columns for reward functions.
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_large_files_are_those_of_held_ones(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    names = [*SIZES, "square", "tall"]
+    rows = [{"prompt": f"{number}<image>", "images": [f"{name}.png"]} for number, name in enumerate(names)]
+    embedded = [row | {"images": [{"bytes": FILES[name], "path": None}]} for row, name in zip(rows, names, strict=True)]
+    path = jsonl(folder, *rows, {"prompt": "<image>"}, {"prompt": "?", "images": ["none.png"]})
+    path = table(folder, *embedded, {"prompt": "<image>", "images": []}) if kind == "parquet" else path
+    monkeypatch.setattr("rltrain.data.prompts.INDEXED_BYTES", 0)
+    store = JobStore(World(0, 1, 0, 1, torch.device("cpu"), dist.HashStore(), timeout_s=10))
+
+    def read(indexes: IndexFolder | None, **data: Any) -> PromptDataset:
+        file = schema.PromptFile(path=str(path), label_key=None)
+        section = schema.Data(train=file, on_bad_row="skip", **data)
+        return load_prompts(
+            file, section, encoder_of(checkpoint, section), needs="label", config_key="data.train", indexes=indexes
+        )
+
+    indexed, held = read(IndexFolder(folder / "index", store)), read(None)
+    assert isinstance(indexed.rows_of_sources[0], IndexedRows) and not isinstance(held.rows_of_sources[0], IndexedRows)
+    assert [*indexed.rows] == [*held.rows] and indexed.dropped == held.dropped
+    assert [indexed.context(row) for row in range(len(names))] == [held.context(row) for row in range(len(names))]
+    read(IndexFolder(folder / "index", store), images=schema.Images(check="full"))
+    read(IndexFolder(folder / "index", store), images=schema.Images(max_pixels=784))
+    assert len([*(folder / "index").glob("*.index")]) == 3
+
+
+def test_reward_functions_get_paths_and_data_urls(load: Load, folder: Path) -> None:
+    def columns_of(path: Path) -> dict[str, Any]:
+        file = schema.PromptFile(path=str(path), label_key=None)
+        return read_columns(load(path), file, config_key="data.train", required={}, every=True)[0]
+
+    square, reference = str(folder / "square.png"), ImageSource(None, FILES["wide"]).reference
+    row = {"prompt": "<image><image>", "images": ["square.png", URLS["wide"]], "label": "7"}
+    assert columns_of(jsonl(folder, row)) == row | {"images": [square, reference]}
+    one = jsonl(folder, {"prompt": "?", "images": "square.png"}, {"prompt": "?", "images": None})
+    assert columns_of(one)["images"] == [square]
+    inside = {"type": "image", "text": None, "image": {"bytes": FILES["wide"], "path": None}}
+    content = [inside, inside | text("?") | {"image": None}]
+    columns = columns_of(table(folder, {"prompt": [user(*content)], "images": [FILES["square"]] * 0, "n": 1}))
+    assert columns == {"prompt": [user(inside | {"image": reference}, content[1])], "images": [], "n": 1}
+    asked = load(jsonl(folder, row))
+    messages = json.loads(json.dumps(with_references(asked[0].prompt)))
+    assert messages == [user({"type": "image", "image": square}, {"type": "image", "image": reference})]
+    assert [source.read() for source in images_of(messages)] == [FILES["square"], FILES["wide"]]
+
+
+def test_images_of_rows_are_measured(load: Load, folder: Path) -> None:
+    rows = [{"prompt": "?"}, {"prompt": "?", "images": ["square.png"]}, {"prompt": "?", "images": ["square.png"] * 3}]
+    dataset = load(jsonl(folder, *rows))
+    num_images, num_patches = measured_images(dataset.rows, dataset.encoder)
+    assert (num_images, num_patches) == (4 / 3, 8 * 8)
+    blind = load(jsonl(folder, *rows), sees=False)
+    assert measured_images(blind.rows, blind.encoder) == (0, 0)
+
+
+def test_large_rows_of_tables_are_read_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": str(number), "images": [FILES["tall"]]} for number in range(20)]
+    path = table(folder, *rows)
+    sizes = list[int]()
+
+    def counted(batch: Any) -> list[Any]:
+        sizes.append(batch.num_rows)
+        return rows_of_table(batch)
+
+    monkeypatch.setattr("rltrain.data.rows.rows_of_table", counted)
+    monkeypatch.setattr("rltrain.data.rows.BATCH_BYTES", 5 * len(FILES["tall"]))
+    arrow = folder / "rows.arrow"
+    with pyarrow.OSFile(str(arrow), "wb") as file, pyarrow.ipc.new_file(file, parquet.read_schema(path)) as writer:
+        writer.write_table(parquet.read_table(path))
+    for one in (path, arrow):
+        sizes.clear()
+        assert [values for _, values in read_rows(one, None, "data.train.path")] == rows
+        assert sum(sizes) == 20 and max(sizes) < 6

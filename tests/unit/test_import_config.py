@@ -365,6 +365,22 @@ SCRIPTS = [
     'shift\nset -- a "b c"\nrun "$@" $# $2',
     "A=x\nA+=y\nrun $A ${A^^} ${A,,}",
     'KEYS=(a b)\nfor k in "${!KEYS[@]}"; do run $k ${KEYS[$k]}; done',
+    "N='3 + 4'; M=-2; run $((N * 2)) $((-M)) $((+M)) $((!M)) $((M && 1)) $((M || 0)) $((0 || 0)) $((!0))",
+    "run $((1 - x)) $((07 + 1)) $((5 == 5)) $((4 != 4)) $((9 >= 10))",
+    'A[1]=two\nA[0]=zero\nrun "${A[@]}" ${#A[1]}',
+    "A=(x y z w)\nrun ${A[@]:1:2} ${A[@]/#/--} ${A[*]:3} ${A[@]/%/.gz} ${A[0]/#x/new}",
+    "! false && run a; true && ! false && run b; ! true || run c; if true && ! true | false; then run d; fi",
+    "NAMED=A\nA=value\nrun ${!NAMED}",
+    'if ! [ "a" = "b" ] && [ ! -f /nowhere ] && [ -n "x" -a "y" ]; then run yes; fi',
+    "if [[ ( -n a ) && b == b* && ! c =~ ^d ]]; then run yes; else run no; fi",
+    "if [[ abc < abd ]] && [[ b > a ]] && [[ a != b ]]; then run yes; fi",
+    'X=1\nunset X Y\nrun "${X-gone}" ${Y-gone}',
+    "C='run a b'\neval $C\neval \"X=5; run \\$X\"",
+    "f() { run in; return; run never; }\nf; ! false && run after; run `echo old` end",
+    "case none in\n  a) run a ;;\nesac\nrun after",
+    "run $( (echo nested) ) $(echo a\\)b)",
+    "printf -v A '%s-%d' x 3\nprintf -v B\nrun $A $(printf '%s' y)",
+    "false || false || run last\nfor one; do run $one; done\nwhile false; do run never; done",
 ]
 
 
@@ -391,6 +407,34 @@ def test_programs_are_not_run_and_their_output_is_marked(tmp_path: Path) -> None
     assert not made.exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ('if [ "$(whoami)" = x ]; then run a; else run b; fi', "b"),
+        ('[[ "$(date)" ]] && run a || run b', "b"),
+        ('[ -f "$(tool)" ] && run a || run b', "b"),
+        ('[[ a =~ "(" ]] && run a || run b', "b"),
+        ("case $(uname) in Linux) run a ;; *) run b ;; esac", "b"),
+        ("for x in $(tool); do run a; done; run b", "b"),
+    ],
+)
+def test_what_depends_on_a_program_does_not_hold(script: str, expected: str) -> None:
+    assert [one[1] for one in started(script) if one[0] == "run"] == [expected]
+
+
+def test_values_that_cannot_be_known_are_marked() -> None:
+    script = "N=$(tool)\nrun $((N + 1)) ${X:?is missing} ${X@Q} ${1a} $((2 +* 3)) $(seq a b) $((1, 2)) $(cat file)"
+    (found,) = [one for one in started(script) if one[0] == "run"]
+    assert len(found) == 9 and all(UNKNOWN in value for value in found[1:])
+
+
+def test_a_script_can_run_another(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text("MODEL=$1\nrun $MODEL\nexit 0\nrun never\n")
+    other = tmp_path / "inner.sh"
+    assert started(f"MODEL=outer\nbash {other} inner\nrun $MODEL") == [("run", "inner"), ("run", "outer")]
+    assert started("bash missing.sh") == [("bash", "missing.sh")]
+
+
 def test_hardware_that_is_looked_for_is_not_there() -> None:
     script = 'D=$(python3 -c "import torch_npu" 2>/dev/null && echo npu || echo gpu)\nrun $D'
     assert started(script) == [("run", "gpu")]
@@ -407,7 +451,21 @@ def test_sourced_files_lie_beside_the_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["run 'open", 'run "open', "if true; then", "a=(1 2", "done", "while true; do x=1; done"]
+    "script",
+    [
+        "run 'open",
+        'run "open',
+        "if true; then",
+        "a=(1 2",
+        "done",
+        "while true; do x=1; done",
+        "run $(open",
+        "((1 + 2)",
+        "for ((i=0; i<4)); do run; done",
+        "[[ -n a",
+        "run a(b",
+        "f() { f; }; f",
+    ],
 )
 def test_what_is_no_script_is_refused(script: str) -> None:
     with pytest.raises(ConfigError, match="script"):

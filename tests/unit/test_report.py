@@ -18,6 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 from rltrain.cli import report_run
+from rltrain.cli.main import run_script
 from rltrain.cli.report import (
     COLOURS,
     LABEL,
@@ -495,6 +496,17 @@ class TestTool:
         assert [path.name for path in made] == ["report.html"]
         text = made[0].read_text()
         assert 'id="timeline"' not in text and 'id="samples"' not in text and "no trace: set logging.trace" in text
+
+    def test_the_command_prints_the_files_or_the_reason(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_metrics(tmp_path, 3)
+        assert run_script("report", [str(tmp_path)]) == 0
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/report/report.html\n")
+        taken = tmp_path / "taken"
+        taken.touch()
+        assert run_script("report", [str(tmp_path), "--output", str(taken)]) == 1
+        assert "cannot write to the folder: File exists" in capsys.readouterr().err
 
     def test_a_folder_that_is_no_run_is_refused_in_one_message(self, tmp_path: Path) -> None:
         done = subprocess.run(

@@ -423,6 +423,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,), vision=None),
         decoder=None,
+        images=None,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,

@@ -15,7 +15,7 @@ from rltrain.data.images import Context, ImageRules, ImageSource, png_of
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.errors import CheckpointError, DataError
 from rltrain.exchange.exchange import Shipment, as_tensors
-from rltrain.exchange.images import keys_of
+from rltrain.exchange.images import image_tensors, keys_of, put_images
 from rltrain.models.vision import PlacedImage
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.images import ImageDecoder, PromptImages
@@ -180,6 +180,7 @@ def rollout_of(decoder: ImageDecoder, rows: Rows, job_store: Any, schedule: dict
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,), vision=SimpleNamespace(merge=MERGE)),
         decoder=decoder,
+        images=decoder.store,
         operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=None,
         first_step=0,
@@ -287,3 +288,36 @@ def test_images_of_experience_in_a_checkpoint_are_held_again() -> None:
 def test_experience_of_a_run_with_another_sight_is_refused(sees: bool) -> None:
     with pytest.raises(CheckpointError, match="Resume with model.vision of the saved run"):
         crossing_transfers(sees=sees).restore(crossing(Rows([[source(7)]]), sees=not sees))
+
+
+# Pixels in checkpoints of runs with environments, whose images are not those of rows.
+
+
+def test_a_checkpoint_with_environments_keeps_pixels(
+    decoder: ImageDecoder, store: ImageStore, job_store: Any, tmp_path: Path
+) -> None:
+    rows = Rows([[source(row)] for row in range(NUM_ROWS)])
+    rollout = rollout_of(decoder, rows, job_store, {"partial_rollouts": True, "on_stale": "mask"})
+    rollout.job.placement.roles = ("rollout", "env")  # type: ignore[attr-defined]
+    rollout.generate(0, 0)
+    started = {image.key for group in rollout.training.unshipped for s in group.samples for image in s.images}
+    ((_, contents),) = rollout.save_state().items()
+    assert started and RolloutState.from_contents(contents).begun
+    other = ImageStore.open("other job", 0, folder=str(tmp_path), keep_steps=2, cache_bytes=0)
+    rest = put_images(other, contents.tensors, step=1)
+    assert not other.missing(started) and not any(name.startswith("image/") for name in rest)
+    other.close()
+
+
+def test_unreceived_experience_keeps_pixels_with_environments(store: ImageStore) -> None:
+    rows = Rows([[source(7)]])
+    (key,) = keys_of_row(rows, 0)
+    store.put(key, RULES.decoded(source(7)), step=4)
+    (saved,) = crossing(rows, sees=True)
+    saved = {**saved, **image_tensors(store, [key])}
+    store.release_before(99)
+    assert store.missing([key])
+    transfers = crossing_transfers(sees=True)
+    transfers.exchange = SimpleNamespace(images=store)  # type: ignore[assignment]
+    transfers.restore([saved])
+    assert store.pixels(key)[0, 0, 0].tolist() == [7, 0, 0]

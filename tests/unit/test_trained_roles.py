@@ -58,6 +58,24 @@ def test_only_tokens_of_the_steps_own_weights_count(step: int) -> None:
     assert "entropy" in found
 
 
+def test_samples_with_images_are_measured_by_themselves() -> None:
+    experience = packed_experience(SHAPE)
+    keys = torch.zeros(experience.num_tokens, dtype=torch.int64)
+    starts = experience.lengths.cumsum(0) - experience.lengths
+    keys[starts[1]], keys[starts[2] + 1] = 7, 8
+    experience = experience.with_fields(image_keys=keys)
+    logprobs = torch.where(experience.response_mask, -torch.rand(experience.num_tokens), torch.tensor(math.nan))
+    of_samples = torch.tensor([False, True, True, False]).repeat_interleave(experience.lengths)
+    shown = experience.response_mask & (experience.policy_version == 0) & of_samples
+    found = measured(experience, logprobs, step=0)
+    expected = (logprobs - experience.rollout_logprobs)[shown].abs().mean()
+    assert found["fresh_image_tokens"] == pytest.approx(float(shown.sum() / experience.response_mask.sum()))
+    assert found["fresh_image_logprob_abs_diff"] == pytest.approx(float(expected), rel=1e-5)
+    blind = measured(experience.with_fields(image_keys=torch.zeros_like(keys)), logprobs, step=0)
+    assert blind["fresh_image_tokens"] == 0 and "fresh_image_logprob_abs_diff" not in blind
+    assert blind["fresh_logprob_abs_diff"] == found["fresh_logprob_abs_diff"]
+
+
 def test_without_such_tokens_nothing_is_said() -> None:
     experience = packed_experience(SHAPE)
     assert measured(experience, experience.actor_logprobs, step=7).keys() == {"fresh_tokens", "entropy"}
@@ -85,7 +103,13 @@ def no_pause(reason: str) -> None:
 
 @pytest.mark.parametrize("value", [0.2, math.nan, math.inf])
 @pytest.mark.parametrize(
-    "key, metric", [("max_logprob_diff", "fresh_logprob_abs_diff"), ("max_kl", "fresh_kl")], ids=["difference", "kl"]
+    "key, metric",
+    [
+        ("max_logprob_diff", "fresh_logprob_abs_diff"),
+        ("max_logprob_diff", "fresh_image_logprob_abs_diff"),
+        ("max_kl", "fresh_kl"),
+    ],
+    ids=["difference", "difference with images", "kl"],
 )
 def test_beyond_a_limit_the_run_ends_with_step_value_limit_and_key(key: str, metric: str, value: float) -> None:
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Legal combinations of models with experts, INT4, replayed routing and multi-token prediction."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from rltrain.planning.validation_models import (
     mtp_problems_of_models,
     replay_problems,
     replay_problems_of_models,
+    vision_problems,
 )
 from rltrain.reshard.layout import hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -534,6 +536,24 @@ def test_a_model_without_a_head_has_no_such_layer() -> None:
 def test_what_needs_a_vision_tower_is_refused(sections: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_config(make_config(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"placement": {**GRPO, "judge": 3}, "judge": {"path": "j", "prompt": "p"}}, "with role judge"),
+        ({"placement": {**GRPO, "reward_model": 3}, "reward_model": {"path": "r"}}, "with role reward_model"),
+        ({"algorithm": "reward_model", "placement": {"actor": 0}}, "with algorithm reward_model"),
+        ({"model": {"mtp": {}}}, r"with model\.mtp"),
+        ({"model": {"fake_quantization": {}}}, r"with model\.fake_quantization"),
+        ({"model": {"transformer_impl": "transformer_engine"}}, r"model\.transformer_impl: got transformer_engine"),
+        ({"rollout": {"engine": "http", "urls": ["http://a:1"]}}, r"rollout\.engine: got http"),
+        ({"rollout": {"engine": "sglang", "parallel": {"tp": 2}}}, r"rollout\.parallel\.tp: got more than 1"),
+    ],
+)
+def test_what_would_not_see_images_is_refused(sections: dict[str, Any], said: str) -> None:
+    model = {"path": "m", "vision": {}, **sections.pop("model", {})}
+    assert re.search(said, " ".join(vision_problems(make_config(model=model, **sections))))
 
 
 @pytest.mark.parametrize(

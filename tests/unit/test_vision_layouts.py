@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3VLMoeForConditionalGeneration
@@ -26,6 +28,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
+from tests.support.plan_simulation import Side, reshard
 from tests.support.vision_checkpoints import (
     CONFIGS,
     IMAGE_TOKEN,
@@ -38,6 +41,7 @@ from tests.support.vision_checkpoints import (
     turn_experts,
     write_checkpoint,
 )
+from tests.support.vision_configs import PUBLISHED
 
 IDS = [1, 9, VISION_START, *[IMAGE_TOKEN] * 16, VISION_END, 10, 11, VISION_START, *[IMAGE_TOKEN] * 8, VISION_END, 12]
 GRIDS = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
@@ -199,6 +203,29 @@ def test_a_reshard_moves_every_bit(checkpoint: Path) -> None:
             found = moved(source, destination, held)
             trained = {name: value for name, value in found.items() if wanted[name].numel() == value.numel()}
             assert_same(trained, wanted)
+
+
+@pytest.mark.parametrize(
+    ("training", "engine"), [({"tp": 2, "pp": 2}, {"tp": 2}), ({"pp": 2}, {"tp": 1}), ({"tp": 4}, {"tp": 4})], ids=str
+)
+def test_every_rank_of_engines_receives_the_tower(
+    checkpoint: Path, training: dict[str, int], engine: dict[str, int]
+) -> None:
+    architecture = read_architecture(checkpoint, sees=True)
+    if architecture.delta and training == {"tp": 4}:
+        training = engine = {"tp": 2}
+    layouts = (
+        megatron_layout(architecture, Grid((0, 1, 2, 3), **training)),
+        engine_layout(architecture, Grid((2, 3, 4, 5), **engine)),
+    )
+    source, destination = (
+        Side(layout, {rank: arrays(checkpoint, layout, rank) for rank in layout.ranks}) for layout in layouts
+    )
+    reshard(source, destination, ranks_per_node=3)
+
+
+def arrays(folder: Path, layout: Layout, rank: int) -> dict[str, NDArray[np.float32]]:
+    return {name: value.numpy() for name, value in loaded(folder, layout, rank).items()}
 
 
 # Files.
@@ -377,3 +404,22 @@ def test_more_blocks_in_the_files_are_refused(tmp_path: Path) -> None:
     loaded(tmp_path, megatron_layout(read_architecture(tmp_path), Grid((0,))), 0)
     with pytest.raises(CheckpointError, match=r"12 tensors that the model .* does not have: visual\.blocks\.2\."):
         loaded(tmp_path, megatron_layout(read_architecture(tmp_path, sees=True), Grid((0,))), 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
+    config, count = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = canonical_tensors(read_architecture(tmp_path, sees=True)).shapes
+    assert sum(map(prod, shapes)) == count
+
+
+# Without model.vision.
+
+
+def test_without_images_it_is_the_language_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Everything depends on the architecture alone, so it computes what the family of texts does."""
+    found = read_architecture(checkpoint)
+    texts = read_architecture(language_model(checkpoint, tmp_path / "texts"))
+    of_files = {name: getattr(texts, name) for name in ("family", "decoder_prefix", "stacked_experts")}
+    assert replace(found, **of_files) == texts

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from rltrain.algorithms.losses import LossOutput
 from rltrain.cli.parity import world_of_one
 from rltrain.config import schema
+from rltrain.config.models import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
 from rltrain.models.attention import axis_of_frequency, inverse_frequencies
@@ -22,18 +25,40 @@ from rltrain.models.vision import Tower as Kind
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.runtime.world import World
+from rltrain.training.adapters import begin_adapters
+from rltrain.training.backend import ModelSite
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
+from rltrain.training.megatron.backend import MegatronBackend
+from rltrain.training.megatron.model import add_adapters
 from rltrain.training.megatron.vision import add_deepstack
 from rltrain.training.packing import pack
 from rltrain.training.trainable import TrainedModel
-from rltrain.training.vision import Tower, TowerPass, pieces_of
+from rltrain.training.vision import Sight, Tower, TowerPass, pieces_of
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
-from tests.support.trained_models import CPU, gradient_differences, groups_on, in_training
-from tests.support.vision_checkpoints import tiny_config, tiny_vision, write_checkpoint, write_gradients
+from tests.support.trained_models import (
+    CPU,
+    gradient_differences,
+    groups_on,
+    in_training,
+    megatron_model,
+    summed_gradients,
+    write_state,
+)
+from tests.support.vision_checkpoints import (
+    load_model,
+    model_inputs,
+    tiny_config,
+    tiny_vision,
+    write_checkpoint,
+    write_gradients,
+)
 from tests.support.vision_samples import (
     KEYS,
+    MEAN,
     SAMPLES,
+    STD,
     experience_of,
     for_transformers,
     open_store,
@@ -115,8 +140,9 @@ def test_log_probs_and_gradients_are_those_of_transformers(kind: Kind, tmp_path:
         {"vision": schema.VisionSettings(max_patches=100)},
         {"recompute": "none"},
         {"recompute": "selective"},
+        {"activation_offload": True},
     ],
-    ids=["graph kept", "in pieces", "layers kept", "attention recomputed"],
+    ids=["graph kept", "in pieces", "layers kept", "attention recomputed", "activations on the host"],
 )
 def test_gradients_are_the_same_however_memory_is_saved(
     qwen3_vl: Reference, train: Any, settings: dict[str, Any]
@@ -151,12 +177,106 @@ def test_an_optimizer_step_changes_the_tower_only_if_it_is_trained(
     assert towers <= dict(trained.served).keys(), "engines get a frozen tower too"
 
 
+def test_a_critic_scores_samples_with_images(qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore) -> None:
+    architecture = read_architecture(qwen3_vl.folder, sees=True).value_model()
+    sight = Sight(qwen3_vl.folder, MEAN, STD, schema.VisionSettings(), store)
+    model = megatron_model(qwen3_vl.folder, GRID, groups, architecture=architecture, sight=sight)
+    weight = torch.randn(1, architecture.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.weights["output_layer.weight"].copy_(weight)
+    decoder, expected = load_model(qwen3_vl.folder).model, []
+    for ids, images in for_transformers(SAMPLES):
+        with torch.no_grad():
+            states = decoder(**model_inputs(qwen3_vl.folder, ids, images)).last_hidden_state[0]
+        expected.append(states @ weight[0])
+    trained = in_training(model, updates=1, max_tokens=TOGETHER, optimizer={"lr": 1e-2}, role="critic")
+    scores = trained.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER)
+    assert scores == pytest.approx(torch.cat(expected), abs=TOLERANCE)
+    before = copied(trained)
+    trained.train_batch(experience_of(SAMPLES), lambda samples, values: LossOutput(values.sum(), values.new_ones(())))
+    assert changed(before, trained) == before.keys()
+
+
+def test_a_run_with_a_frozen_tower_resumes_with_the_tower_of_the_checkpoint(
+    qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore, tmp_path: Path
+) -> None:
+    site = site_of(qwen3_vl.folder, groups, store, train=False)
+    first = built(site)
+    first.train_batch(experience_of(SAMPLES), summed_logprobs)
+    write_state(first, tmp_path / "state.safetensors")
+    resumed = built(site, [tmp_path / "state.safetensors"])
+    assert changed(copied(first), resumed) == set()
+    assert resumed.num_updates == 1
+    frozen = MegatronBackend().frozen_model(site)
+    logprobs = frozen.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER)
+    assert logprobs == pytest.approx(torch.cat(qwen3_vl.logprobs), abs=TOLERANCE)
+
+
+def site_of(folder: Path, groups: ProcessGroups, store: ImageStore, *, train: bool) -> ModelSite:
+    """Returns the site of an actor on one rank. The image processor of the checkpoint normalises the colours."""
+    config = schema.Config.model_validate(
+        {
+            "steps": 1,
+            "placement": {"actor": "all"},
+            "model": {"path": str(folder), "dtype": "float32", "vision": {"train": train}},
+            "data": {"train": {"path": "none"}},
+        }
+    )
+    world = World(0, 1, 0, 1, CPU, dist.HashStore(), 60.0)
+    architecture = read_architecture(folder, sees=True)
+    return ModelSite(config, "actor", world, GRID, groups, architecture, lambda *_: None, images=store)
+
+
+def built(site: ModelSite, state: list[Path] | None = None) -> TrainedModel:
+    return MegatronBackend().trained_model(site, site.config.actor, total_updates=2, state=state)
+
+
 def copied(trained: TrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trained.published.items()}
 
 
 def changed(before: dict[str, Tensor], trained: TrainedModel) -> set[str]:
     return {name for name, tensor in trained.published.items() if not torch.equal(before[name], tensor)}
+
+
+def test_adapters_of_a_tower_drop_the_same_inputs_when_it_encodes_again(
+    qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore
+) -> None:
+    def gradients(*, recompute: bool) -> dict[str, Tensor]:
+        vision, lora = schema.VisionSettings(recompute=recompute, max_patches=64), Lora(dropout=0.5, vision=True)
+        model = seeing_model(qwen3_vl.folder, GRID, groups, store, vision=vision)
+        adapters = add_adapters(model, lora)
+        begin_adapters(adapters.layout, 0, adapters.parameters, lora, seed=1)
+        trained = in_training(model, updates=1, max_tokens=TOGETHER, optimizer={})
+        return {n: g.clone() for n, g in summed_gradients(trained, experience_of(SAMPLES), summed_logprobs).items()}
+
+    again, kept = gradients(recompute=True), gradients(recompute=False)
+    of_tower = [name for name in again if name.startswith("vision.")]
+    assert max(float(again[name].abs().max()) for name in of_tower) > 0
+    assert all(torch.allclose(again[name], kept[name], atol=1e-5) for name in again)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"residual_dtype": "float32"}, {}], ids=["wide residual stream", "half precision"]
+)
+def test_half_precision_is_close(qwen3_vl: Reference, train: Any, settings: dict[str, Any]) -> None:
+    trained = train(qwen3_vl.folder, dtype="bfloat16", **settings)
+    logprobs = trained.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER)
+    assert float((logprobs - torch.cat(qwen3_vl.logprobs)).abs().mean()) < 0.05
+    before = copied(trained)
+    trained.train_batch(experience_of(SAMPLES), summed_logprobs)
+    assert {name for name in before if name.startswith("vision.")} <= changed(before, trained)
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "muon"}, {"cpu_offload": True}, {"moments_dtype": "bfloat16"}])
+def test_every_optimizer_trains_a_tower(
+    qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore, optimizer: dict[str, Any]
+) -> None:
+    model = seeing_model(qwen3_vl.folder, GRID, groups, store)
+    trained = in_training(model, updates=1, max_tokens=TOGETHER, optimizer={"lr": 1e-2, **optimizer})
+    before = copied(trained)
+    trained.train_batch(experience_of(SAMPLES), summed_logprobs)
+    assert changed(before, trained) == before.keys()
 
 
 def test_images_are_encoded_once_in_pieces(store: ImageStore) -> None:

@@ -235,6 +235,11 @@ class EmbeddedEngine(Engine):
         """Frees the keys and values kept for these samples. They will not return."""
         self._slots.cache.parked.forget(ids)
 
+    def forget_images(self) -> None:
+        """Drops the features of images encoded before."""
+        if self._images:
+            self._images.forget()
+
     def cache_tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors with memory for keys and values at present."""
         return self._slots.cache.tensors()
@@ -242,8 +247,7 @@ class EmbeddedEngine(Engine):
     def release_cache(self) -> None:
         """Frees the memory of the KV cache. The next step allocates it again."""
         expect_idle(self.num_unfinished, "release_cache")
-        if self._images:
-            self._images.forget()
+        self.forget_images()
         if self._cache_returns() and self._was_released:
             self._slots.cache.parked.clear()
             self._slots.clear()
@@ -330,7 +334,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         matrices = adapted_matrices(beside, world.rank, weights | adapters, matrices, lora.scale)
     images = None
     if site.architecture.vision is not None:
-        images = images_of(site, site.architecture.vision, weights)
+        images = images_of(site, site.architecture.vision, weights, matrices)
     engine = EmbeddedEngine(
         site.architecture,
         weights | adapters,
@@ -358,16 +362,18 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     return HostedEngine(engine, parts, engine.cache_metrics)
 
 
-def images_of(site: EngineSite, vision: Vision, weights: Mapping[str, Tensor]) -> EngineImages:
-    """Returns the encoder of the site's images on the tower's `weights`. Raises CheckpointError if the checkpoint has
-    no usable image processor."""
+def images_of(
+    site: EngineSite, vision: Vision, weights: Mapping[str, Tensor], matrices: Mapping[str, Matrix]
+) -> EngineImages:
+    """Returns the encoder of the site's images on the tower's `weights`, with the adapters of `matrices`. Raises
+    CheckpointError if the checkpoint has no usable image processor."""
     folder, key = site.config.checkpoint_of(site.role)
     settings = site.config.model_of(site.role).vision
     assert settings is not None and site.images is not None, "an engine with a tower has settings and a store"
     rules = ImageRules.read(Path(folder), site.config.data.images, key)
     return EngineImages(
         vision,
-        tower_of(vision, Path(folder), weights, site.world.device),
+        tower_of(vision, Path(folder), weights, matrices, site.world.device),
         site.images,
         (rules.mean, rules.std),
         ImageLimits(settings.max_patches, settings.engine_cache_gb * GB, trains=settings.train),

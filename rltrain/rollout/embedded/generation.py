@@ -64,9 +64,10 @@ def _with_images(
 ) -> tuple[Tensor, Tensor, PrefillAttention, Shown | None]:
     """Returns the arguments of EngineModel.fill_cache for keyed `rows`. `spans` are their (slot, first place, end)."""
     images = admitted.images
-    plain = [tuple(max(token, 0) for token in row) for row in rows]  # the embeddings of image tokens are replaced
     shown = images.shown(rows, width)
-    return _padded(plain, width, images.device), admitted.positions(spans, width), attention, shown
+    if shown is not None:  # the embeddings of image tokens are replaced
+        rows = [tuple(max(token, 0) for token in row) for row in rows]
+    return _padded(rows, width, images.device), admitted.positions(spans, width), attention, shown
 
 
 def head_passes(heads: Iterable[Head]) -> list[list[Head]]:

@@ -1,7 +1,7 @@
 """Images in the embedded engine: keys of contexts, positions of their tokens, and features from the vision tower."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from rltrain.models.rope_positions import rope_delta, rope_positions
 from rltrain.models.vision import PlacedImage, Vision
 from rltrain.models.vision_tables import VISION
 from rltrain.models.vision_tower import build_tower, encode, patches_of
+from rltrain.rollout.embedded.parameters import EngineAdapter, Matrix
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.image_files import ImageStore
 
@@ -235,16 +236,30 @@ class EngineImages:
             self._kept_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
 
-def tower_of(vision: Vision, folder: Path, parameters: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+def tower_of(
+    vision: Vision,
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    matrices: Mapping[str, Matrix],
+    device: torch.device,
+) -> nn.Module:
     """Returns the tower described by `folder`/config.json, on the engine's `parameters`. They stay the engine's, and
-    the tower reads whatever they hold."""
+    the tower reads whatever they hold. `matrices` may have adapters of its linear layers."""
     dtype = next(tensor.dtype for name, tensor in parameters.items() if name.startswith(VISION))
     tower = build_tower(vision, folder, dtype, torch.device("cpu"))
     for name, _ in [*tower.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
-        held = parameters[VISION + name]
-        setattr(tower.get_submodule(owner), leaf, nn.Parameter(held, requires_grad=False))
+        module = tower.get_submodule(owner)
+        setattr(module, leaf, nn.Parameter(parameters[VISION + name], requires_grad=False))
+        if (matrix := matrices.get(VISION + name)) and matrix.adapter:
+            assert isinstance(module, nn.Linear), f"{name} belongs to no linear layer"
+            module.register_forward_hook(_adding(matrix.adapter))
     return tower.to(device)
+
+
+def _adding(adapter: EngineAdapter) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """Returns a hook of a linear layer that adds the output of its adapter."""
+    return lambda module, given, made: made + adapter.product(given[0])
 
 
 # Positions of tokens in a pass.

@@ -32,7 +32,10 @@ from rltrain.models.lora import WEIGHT
 from rltrain.reshard.layout import Layout, Segment
 from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
+from rltrain.training.megatron.vision import NAME as TOWER_NAME
 
+TOWER = TOWER_NAME + "."
+"""The beginning of the names of a vision tower's layers."""
 NAME = "lora"
 """Name of the submodule with a layer's adapters."""
 
@@ -161,16 +164,17 @@ class Adapters(AdapterMode):
         *,
         sequence_parallel: bool,
         seed: int = 0,
+        tower: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(settings.dropout, seed)
-        for chunk in chunks:
-            chunk.requires_grad_(False)
+        for part in (*chunks, *([tower] if tower else [])):
+            part.requires_grad_(False)
         self.layout = layout
         self.parameters = parameters = dict[str, Tensor]()
         self.of_weight: dict[str, Adapter] = {}
         """Adapters by the name of their weight."""
         for pair in adapter_pairs(layout, rank):
-            linear, weight = _module(chunks, pair.adapted), WEIGHT + pair.expert
+            linear, weight = _module(chunks, tower, pair.adapted), WEIGHT + pair.expert
             like = getattr(linear, weight.removeprefix("."))
             adapter = Adapter(pair, settings, self, groups, like, sequence_parallel=sequence_parallel)
             _put_beside(linear, adapter, pair)
@@ -179,7 +183,7 @@ class Adapters(AdapterMode):
         for name in (name for name, _ in layout.on(rank).parameters if name not in self.parameters):
             # A head for scores: the base has none, so it is trained itself.
             module, _, own = name.rpartition(".")
-            head: torch.nn.Parameter = getattr(_module(chunks, module), own)
+            head: torch.nn.Parameter = getattr(_module(chunks, tower, module), own)
             parameters[name] = head.requires_grad_(True)
         if chunks[0].pre_process:
             # Recomputed layers have gradients only if their input needs one.
@@ -231,22 +235,26 @@ def _put_beside(linear: Any, adapter: Adapter, pair: AdapterPair) -> None:
     linear.register_forward_hook(_add, prepend=True)
 
 
-def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
+def _module(chunks: Sequence[torch.nn.Module], tower: torch.nn.Module | None, name: str) -> Any:
     """Returns the layer of this name in `local_parameters`. With several chunks, the name begins with the chunk's
     number."""
     number = 0
     if len(chunks) > 1:
         prefix, _, name = name.partition(".")
         number = int(prefix)
+    if tower is not None and name.startswith(TOWER):
+        return tower.get_submodule(name.removeprefix(TOWER))
     return chunks[number].get_submodule(name)
 
 
-def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Tensor, Any]:
-    """Returns (output, bias) of a layer with the adapters' additions.
+def _add(linear: Any, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """Returns (output, bias) of a layer with the adapters' additions. Layers of a vision tower have only the output.
 
     Transformer Engine's layers with a norm inside return ((output, normed inputs), None) or (output, bias, normed
     inputs).
     """
+    if isinstance(outputs, Tensor):
+        return outputs + linear.lora(*inputs) if linear.lora.mode.is_on else outputs
     output, bias, *rest = outputs
     if isinstance(output, tuple):
         output, normed = output

@@ -473,7 +473,8 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
         parameters = ((name, tensor) for name, tensor in chunk.named_parameters() if not is_adapter(name))
         held |= {prefix + name: tensor for name, tensor in (*parameters, *biases)}
     if model.vision is not None:
-        held |= model.vision.named_weights("0." if len(model.chunks) > 1 else "")
+        of_tower = model.vision.named_weights("0." if len(model.chunks) > 1 else "")
+        held |= {name: weight for name, weight in of_tower if not is_adapter(name)}
     return held
 
 
@@ -489,8 +490,6 @@ def adapters_layout_of_model(
 def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
     """Freezes a built model and adds adapters. All of them are zero."""
     options = model.options
-    if model.vision is not None:
-        model.vision.requires_grad_(False)
     model.adapters = Adapters(
         cast(Sequence[torch.nn.Module], model.chunks),
         adapters_layout_of_model(model.architecture, model.grid, settings, model=options.model, device=model.device),
@@ -499,6 +498,7 @@ def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapter
         model.pg_collection,
         sequence_parallel=model.config.sequence_parallel,
         seed=seed,
+        tower=None if model.vision is None else model.vision.module,
     )
     check_device(model, model.device, on_host=HOST_TENSORS)
     return model.adapters
