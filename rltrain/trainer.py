@@ -285,6 +285,7 @@ class Trainer:
         )
         with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
             {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)
+        self._publish_image_counts()
 
     def _release_images(self, step: int) -> None:
         """Ends the holding of images for steps that all of this rank's roles have completed, at the first entry of
@@ -292,7 +293,6 @@ class Trainer:
         if self.job.images is not None and step > self.newest_step:
             self.job.images.release_before(step - self.job.shape.lead - 1)
             self.newest_step = step
-            self._publish_image_counts()
 
     def _publish_image_counts(self) -> None:
         decoder, sent = self.job.decoder, self.transfers.exchange.image_bytes_sent
@@ -301,7 +301,7 @@ class Trainer:
             self.image_counts.publish(dict(zip(IMAGE_COUNTS, counts, strict=True)))
 
     def _image_metrics(self) -> Metrics:
-        """Returns the counts of all ranks since the last report. Ranks add theirs at the beginning of a step."""
+        """Returns the counts of all ranks since the last report. Ranks add theirs after every entry of the order."""
         if self.job.images is None:
             return {}
         return {f"images/{name}": count for name, count in self.image_counts.take(IMAGE_COUNTS).items()}

@@ -3,7 +3,8 @@
     python tools/parity.py CHECKPOINT [--texts FILE] [--dtype bfloat16] [--residual-dtype float32] ...
 
 CHECKPOINT is a Hugging Face folder. One process runs the training backend's model on all texts at once, as in an
-update. It runs the embedded engine token by token, as in generation. --transformers adds the model of transformers.
+update. It runs the embedded engine token by token, as in generation. With --images each sample begins with an image.
+--transformers adds the model of transformers.
 Prints the difference at every stage, and the first stage with a difference above --threshold. The exit status is 1 if
 there is one.
 """
@@ -12,7 +13,10 @@ import argparse
 import logging
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +27,14 @@ from rltrain.cli.parity import (
     Difference,
     LogprobDifference,
     Run,
+    Samples,
     differences,
     first_beyond,
     logprob_difference,
     random_samples,
     read_samples,
     stages,
+    with_images,
 )
 from rltrain.cli.serve import device_named
 from rltrain.config import schema
@@ -45,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
         "--engine-checkpoint", type=Path, metavar="DIR", help="checkpoint of the engine (default: CHECKPOINT)"
     )
     made.add_argument("--texts", type=Path, metavar="FILE", help="one text per line (default: random tokens)")
+    made.add_argument(
+        "--images", type=Path, nargs="+", metavar="FILE", help="image files; each sample begins with one of them"
+    )
     made.add_argument("--backend", choices=["megatron", "fsdp"], default="megatron", help="training backend")
     made.add_argument("--samples", type=int, default=8, help="number of samples of random tokens")
     made.add_argument("--tokens", type=int, default=64, help="length of random samples, and most tokens of a text")
@@ -60,26 +69,44 @@ def parser() -> argparse.ArgumentParser:
 def compare(arguments: argparse.Namespace, console: Console) -> bool:
     """Prints the differences. Returns whether no stage is above the threshold. Raises UserError."""
     device = str(device_named(arguments.device))
-    types = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
+    types: dict[str, Any] = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
     types = {key: value for key, value in types.items() if value not in (None, arguments.dtype)}
     if types and arguments.backend == "fsdp":
         raise UserError(f"--backend fsdp computes in --dtype only; expected no {', '.join(types)}")
-    trained, served = (
-        Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), device)
-        for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
-    )
-    architecture = read_architecture(trained.path, "CHECKPOINT")
+    architecture = read_architecture(arguments.checkpoint, "CHECKPOINT", sees=arguments.images is not None)
     if arguments.texts:
-        samples = read_samples(arguments.texts, trained.path, arguments.tokens)
+        samples = read_samples(arguments.texts, arguments.checkpoint, arguments.tokens)
     else:
         samples = random_samples(arguments.samples, arguments.tokens, architecture.vocab_size)
+    with ExitStack() as stack:
+        images = None
+        if arguments.images:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            samples, images = with_images(samples, arguments.images, arguments.checkpoint, folder)
+            types["vision"] = schema.VisionSettings()
+        trained, served = (
+            Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), device, images)
+            for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
+        )
+        return compare_models(arguments, trained, served, samples, architecture.num_layers, console)
+
+
+def compare_models(
+    arguments: argparse.Namespace,
+    trained: Checked,
+    served: Checked,
+    samples: Samples,
+    num_layers: int,
+    console: Console,
+) -> bool:
+    """Prints the differences between the trainer's and other models on `samples` (see `compare`)."""
     threshold = arguments.threshold or THRESHOLDS[arguments.dtype]
     of_trainer = _run_of(SHARDED if arguments.backend == "fsdp" else TRAINER)(trained, samples)
     others = [(ENGINE, served), *([(TRANSFORMERS, trained)] if arguments.transformers else [])]
     are_alike = True
     for name, checked in others:
         of_other = _run_of(name)(checked, samples)
-        found = differences(of_trainer, of_other, stages(architecture.num_layers))
+        found = differences(of_trainer, of_other, stages(num_layers))
         _print(console, name, found, logprob_difference(of_trainer, of_other, samples), threshold)
         are_alike &= first_beyond(found, threshold) is None
     return are_alike

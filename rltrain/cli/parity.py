@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,16 +13,26 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
-from rltrain.errors import DataError
-from rltrain.models import read_architecture
+from rltrain.data.experience import Experience
+from rltrain.data.images import ImageRules, source_of
+from rltrain.errors import CheckpointError, DataError, UserError
+from rltrain.models import Architecture, read_architecture
+from rltrain.models.config_file import ConfigReader
+from rltrain.models.rope_positions import image_fields, rope_positions
 from rltrain.models.table import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
+from rltrain.models.vision import PlacedImage
+from rltrain.models.vision_tower import patches_of
 from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded.block_tables import GB
+from rltrain.rollout.embedded.images import EngineImages, ImageLimits, Shown, keyed, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import TensorParallel
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 
@@ -41,10 +52,17 @@ class Checked:
 
     model: schema.Model
     device: str
+    images: "Pictures | None" = None
+    """The images of the samples, for a model with section vision."""
 
     @property
     def path(self) -> Path:
         return Path(self.model.path)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The architecture, with the vision tower if there are images. Raises CheckpointError if it cannot be read."""
+        return read_architecture(self.path, sees=self.images is not None)
 
 
 class Notes:
@@ -68,10 +86,32 @@ class Notes:
             layer.register_forward_hook(lambda module, given, made, stage=mlp: self.add(stage, made))
         final_norm.register_forward_hook(lambda module, given, made: self.add(FINAL_NORM, made))
 
+    def watch_inputs(self, decoder: Any) -> None:
+        """Collects the inputs of Megatron's decoder as embeddings, in the place of those without images."""
+        decoder.register_forward_pre_hook(
+            lambda module, given, settings: self._replace(EMBEDDING, settings["hidden_states"]), with_kwargs=True
+        )
+
+    def _replace(self, stage: str, hidden: Tensor) -> None:
+        self._values[stage].pop()
+        self.add(stage, hidden)
+
     def watch_decoder(self, decoder: Any) -> None:
         """Calls `watch` with the modules of transformers."""
         layers = [(layer, layer.post_attention_layernorm) for layer in decoder.layers]
         self.watch(decoder.embed_tokens, layers, decoder.norm)
+
+    def watch_seeing_decoder(self, decoder: Any) -> None:
+        """Does so for a model with images. transformers shows them between its modules, so inputs are collected."""
+        layers = decoder.layers
+        names = [EMBEDDING, *(stages_of_layer(index)[1] for index in range(len(layers)))]
+        for stage, module in zip(names, [*layers, decoder.norm], strict=True):
+            module.register_forward_pre_hook(lambda module, given, stage=stage: self.add(stage, given[0]))
+        for index, layer in enumerate(layers):
+            stage = stages_of_layer(index)[0]
+            norm = layer.post_attention_layernorm
+            norm.register_forward_pre_hook(lambda module, given, stage=stage: self.add(stage, given[0]))
+        decoder.norm.register_forward_hook(lambda module, given, made: self.add(FINAL_NORM, made))
 
     def states(self, samples: Samples) -> States:
         """Returns the collected values, with log-probs computed from the logits."""
@@ -148,6 +188,44 @@ def _difference(stage: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(stage, relative, float(by_token.max()), int(by_token.argmax()))
 
 
+# Images at the beginning of the samples.
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of some samples, `placed` for each of them. `store` has their pixels."""
+
+    placed: tuple[tuple[PlacedImage, ...], ...]
+    rules: ImageRules
+    store: ImageStore
+
+
+def with_images(samples: Samples, files: Sequence[Path], checkpoint: Path, folder: Path) -> tuple[Samples, Pictures]:
+    """Returns the samples with an image at the beginning of each, in turn one of `files`. Their pixels are put into
+    `folder`.
+
+    Placeholders among the tokens of the samples become other tokens. Raises DataError if an image cannot be read, and
+    CheckpointError if the checkpoint is of no vision-language model.
+    """
+    rules = ImageRules.read(checkpoint, schema.Images(), "CHECKPOINT")
+    marks = ConfigReader(checkpoint / "config.json", config_key="CHECKPOINT").values
+    try:
+        before, after = (int(marks[f"vision_{mark}_token_id"]) for mark in ("start", "end"))
+    except KeyError as error:
+        raise CheckpointError(
+            f"{checkpoint / 'config.json'} has no {error.args[0]}; expected the id of a token"
+        ) from None
+    store, shown, placed = ImageStore(folder, 0, keep_steps=0, cache_bytes=0), [], []
+    for index, sample in enumerate(samples):
+        source = source_of(str(files[index % len(files)]))
+        image = rules.placed(source, 1)
+        store.put(image.key, rules.decoded(source), 0)
+        text = (after if token == rules.image_token else token for token in sample)
+        shown.append((before, *[rules.image_token] * image.num_tokens(rules.merge), after, *text))
+        placed.append((image,))
+    return tuple(shown), Pictures(tuple(placed), rules, store)
+
+
 # The embedded engine's model, decoding token by token.
 
 
@@ -155,12 +233,14 @@ class Decoding:
     """The engine on a checkpoint. Raises UserError if the checkpoint cannot be read or served."""
 
     def __init__(self, checked: Checked, max_positions: int) -> None:
-        architecture, settings = read_architecture(checked.path), checked.model
+        architecture, settings = checked.architecture, checked.model
         device, dtype = torch.device(checked.device), getattr(torch, settings.dtype)
         layout = engine_layout(architecture, Grid((0,)), dtype=settings.dtype)
         parameters = allocate_parameters(layout, 0, device=device)
         load_parameters(checked.path, layout, 0, parameters, config_key="--checkpoint")
         self.device, self.dtype, self.max_positions = device, dtype, max_positions
+        self.pictures = checked.images
+        self.images = None if checked.images is None else _images_of(checked, checked.images, parameters, device)
         self.vocab_size = architecture.vocab_size
         self.model = EngineModel(
             architecture,
@@ -184,13 +264,42 @@ class Decoding:
         cache.reserve(len(samples), longest, num_used=0)
         collected: dict[str, list[torch.Tensor]] = {}
         model.observe = lambda stage, values: collected.setdefault(stage, []).append(values.float().cpu().clone())
+        seen_at = self._seen_at(samples)
         for position in range(longest):
             fed = torch.tensor([sample[min(position, len(sample) - 1)] for sample in samples], device=self.device)
             positions = torch.full_like(fed, position)
-            hidden = model.forward(fed, positions, cache.decode_attention(positions, position + 1))
+            rotated_by, shown = seen_at(position)
+            hidden = model.forward(fed, rotated_by, cache.decode_attention(positions, position + 1), shown)
             model.observe(LOGITS, model.logits(hidden)[:, : self.vocab_size])
         states = {stage: _end_to_end(steps, samples) for stage, steps in collected.items()}
         return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
+
+    def _seen_at(self, samples: Samples) -> Callable[[int], tuple[Tensor, Shown | None]]:
+        """Returns a function of a place in the samples. It returns the positions for rotary embeddings and the image
+        tokens there."""
+        pictures, images = self.pictures, self.images
+        if pictures is None or images is None:
+            return lambda place: (torch.full((len(samples),), place, device=self.device), None)
+        merge, pairs = images.merge, [*zip(samples, pictures.placed, strict=True)]
+        positions = [torch.from_numpy(rope_positions(len(ids), placed, merge)).long() for ids, placed in pairs]
+        named = [keyed(Sample(id=0, prompt=ids, seed=0, images=placed), merge).prompt for ids, placed in pairs]
+
+        def at(place: int) -> tuple[Tensor, Shown | None]:
+            rows = [(ids[min(place, len(ids) - 1)],) for ids in named]
+            of_samples = [of_sample[:, min(place, of_sample.shape[1] - 1)] for of_sample in positions]
+            return torch.stack(of_samples, 1).to(self.device), images.shown(rows, 1)
+
+        return at
+
+
+def _images_of(
+    checked: Checked, pictures: Pictures, parameters: dict[str, Tensor], device: torch.device
+) -> EngineImages:
+    vision, settings = checked.architecture.vision, checked.model.vision
+    assert vision is not None and settings is not None, "a model with images has a tower and its settings"
+    tower = tower_of(vision, checked.path, parameters, {}, device)
+    limits = ImageLimits(settings.max_patches, settings.engine_cache_gb * GB)
+    return EngineImages(vision, tower, pictures.store, (pictures.rules.mean, pictures.rules.std), limits, device)
 
 
 def run_engine(checked: Checked, samples: Samples) -> States:
@@ -244,7 +353,7 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
     """Returns the states for all samples, packed into one micro-batch as in training, in a world of one rank. Raises
     UserError if the checkpoint cannot be read or trained."""
     device = torch.device(checked.device)
-    architecture = read_architecture(checked.path)
+    architecture = checked.architecture
     with world_of_one(device) as backend:
         from rltrain.training.megatron.model import build_model, local_parameters
 
@@ -255,6 +364,7 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
             model=checked.model,
             parallel=schema.Parallel(),
             device=device,
+            sight=_sight_of(checked),
         ).eval()
         load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
         (chunk,) = model.chunks
@@ -262,15 +372,45 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
         layers = [(layer, layer.pre_mlp_layernorm) for layer in decoder.layers]
         notes.watch(chunk.embedding, layers, decoder.final_layernorm)
         tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+        sequences = model.sequences([len(sample) for sample in samples])
         with torch.no_grad():
-            logits = chunk(
-                input_ids=tokens[None],
-                position_ids=None,
-                attention_mask=None,
-                packed_seq_params=model.sequences([len(sample) for sample in samples]),
-            )[0]
+            if checked.images is not None:
+                _show(checked.images, samples, model, sequences)
+                notes.watch_inputs(decoder)
+            logits = chunk(input_ids=tokens[None], position_ids=None, attention_mask=None, packed_seq_params=sequences)[
+                0
+            ]
         notes.add(LOGITS, logits[:, : architecture.vocab_size])
         return notes.states(samples)
+
+
+def _sight_of(checked: Checked) -> Any:
+    from rltrain.training.vision import Sight
+
+    if checked.images is None:
+        return None
+    assert checked.model.vision is not None, "a model with images has settings of its tower"
+    rules = checked.images.rules
+    return Sight(checked.path, rules.mean, rules.std, checked.model.vision, checked.images.store)
+
+
+def _show(pictures: Pictures, samples: Samples, model: Any, sequences: Any) -> None:
+    """Adds the images of packed samples to their sequences, as in training."""
+    from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
+    from rltrain.training.packing import pack
+
+    merge = pictures.rules.merge
+    fields = [image_fields(len(ids), placed, merge) for ids, placed in zip(samples, pictures.placed, strict=True)]
+    experience = Experience(
+        group_ids=torch.zeros(len(samples), dtype=torch.int64),
+        lengths=torch.tensor([len(ids) for ids in samples]),
+        tokens=torch.tensor([token for ids in samples for token in ids]),
+        image_keys=torch.cat([torch.from_numpy(keys) for keys, _ in fields]),
+        rope_positions=torch.cat([torch.from_numpy(positions) for _, positions in fields]),
+    )
+    (batch,) = pack(experience, experience.num_tokens, device=model.device)
+    vars(sequences)[ROPE_POSITIONS] = batch.experience.rope_positions.T
+    vars(sequences)[IMAGES] = model.tower_pass([batch], trains=False).shown(0, partial(model.rows_of_tokens, batch))
 
 
 @contextmanager
@@ -291,18 +431,36 @@ def world_of_one(device: torch.device) -> Iterator[str]:
 def run_transformers(checked: Checked, samples: Samples) -> States:
     """Returns the states of transformers' model. It computes in model.dtype throughout, as it has no wider residual
     stream."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     # Only eager attention has soft caps. Other implementations silently leave them out.
-    load = AutoModelForCausalLM.from_pretrained
-    model: Any = load(checked.path, dtype=getattr(torch, checked.model.dtype), attn_implementation="eager")
+    kind: Any = AutoModelForCausalLM if checked.images is None else AutoModelForImageTextToText
+    dtype = getattr(torch, checked.model.dtype)
+    model: Any = kind.from_pretrained(checked.path, dtype=dtype, attn_implementation="eager")
     model.to(checked.device).eval()
     notes = Notes()
-    notes.watch_decoder(model.model)
+    if checked.images is None:
+        notes.watch_decoder(model.model)
+    else:
+        notes.watch_seeing_decoder(model.model.language_model)
     with torch.no_grad():
-        for sample in samples:
-            notes.add(LOGITS, model(torch.tensor([sample], device=checked.device), use_cache=False).logits)
+        for index, sample in enumerate(samples):
+            shown = {} if checked.images is None else _shown_to_transformers(checked, checked.images, index, sample)
+            ids = torch.tensor([sample], device=checked.device)
+            notes.add(LOGITS, model(ids, use_cache=False, **shown).logits)
     return notes.states(samples)
+
+
+def _shown_to_transformers(
+    checked: Checked, pictures: Pictures, index: int, sample: tuple[int, ...]
+) -> dict[str, Tensor]:
+    vision, device = checked.architecture.vision, torch.device(checked.device)
+    assert vision is not None, "a model with images has a tower"
+    mean, std = (torch.tensor(colour, device=device) for colour in (pictures.rules.mean, pictures.rules.std))
+    pixels = [torch.from_numpy(pictures.store.pixels(image.key)).to(device) for image in pictures.placed[index]]
+    patches, grids = patches_of(vision, pixels, mean, std)
+    marks = torch.tensor([sample], device=device) == vision.image_token
+    return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": marks.int()}
 
 
 # The trainer's model of backend fsdp on one rank. It is the model of transformers.
@@ -313,13 +471,15 @@ SHARDED_GRID = Grid((0,), copies=1)
 def run_sharded(checked: Checked, samples: Samples) -> States:
     """Returns the states for all samples, packed into one micro-batch as in training, in a world of one rank. Raises
     UserError if the checkpoint cannot be read or trained."""
+    if checked.images is not None:
+        raise UserError("--images: got backend fsdp; expected --backend megatron for samples with images")
     device = torch.device(checked.device)
     with world_of_one(device) as backend:
         from rltrain.training.fsdp_attention import SEQUENCES
         from rltrain.training.fsdp_model import ShardedModel
 
         model = ShardedModel(
-            read_architecture(checked.path),
+            checked.architecture,
             SHARDED_GRID,
             ProcessGroups(group_lists({"actor": SHARDED_GRID}), backend=backend, timeout_s=TIMEOUT_S),
             folder=checked.path,

@@ -24,6 +24,7 @@ from rltrain.runtime.json_text import read_json
 # The source of an image: a file, or its bytes.
 
 FILE_URL, DATA_URL = "file://", "data:"
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
 VIDEO_CURE = "expected the frames of a video as images"
 HOLDERS = ("bytes", "path", "image", "image_url", "url", "base64")
@@ -100,6 +101,15 @@ def _source_in(value: Mapping[str, Any], folder: Path) -> ImageSource:
 def is_given(value: Any) -> bool:
     """Returns whether a value is more than null. Objects of Parquet files may have null in all of their fields."""
     return any(part is not None for part in value.values()) if isinstance(value, Mapping) else value is not None
+
+
+def looks_like_an_image(value: Any) -> bool:
+    """Returns whether a value of a row is an image by its form alone. Nothing is read."""
+    if isinstance(value, Mapping):
+        return any(looks_like_an_image(value.get(name)) for name in HOLDERS)
+    if isinstance(value, str):
+        return value.startswith(f"{DATA_URL}image/") or value.lower().endswith(IMAGE_SUFFIXES)
+    return isinstance(value, bytes)
 
 
 def _source_of_text(text: str, folder: Path) -> ImageSource:

@@ -18,9 +18,9 @@ from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.chat_template import RenderError
 from rltrain.data.image_parts import MARK as IMAGE_MARK
 from rltrain.data.image_parts import VIDEO_MARK, images_of, with_images, written
-from rltrain.data.images import VIDEO_CURE, ImageRules, ImageSource, is_given, source_of
+from rltrain.data.images import VIDEO_CURE, ImageRules, ImageSource, is_given, looks_like_an_image, source_of
 from rltrain.data.pairs import parse_pair
-from rltrain.data.rows import BadRow, FileRow, Row, RowFile, look_up
+from rltrain.data.rows import BadRow, FileRow, KeysOfRows, Row, RowFile, look_up
 from rltrain.data.tokenizer import (
     UNKNOWN_MODEL,
     UNUSABLE_IMAGES,
@@ -89,7 +89,7 @@ class RowParser:
     """Limits of the model that is trained or evaluated."""
 
     @property
-    def keys(self) -> frozenset[str]:
+    def keys(self) -> KeysOfRows:
         """The keys that the parser looks up."""
         source = self.source
         columns: tuple[str | None, ...] = (source.label_key,)
@@ -97,9 +97,9 @@ class RowParser:
             columns = (source.response_key,)
         elif self.needs == "pair":
             columns = (source.chosen_key, source.rejected_key, source.margin_key)
-        columns = (*columns, *((source.images_key, VIDEOS_KEY) if self._sees else ()))
         keys = (source.prompt_key, *columns, source.tools_key, source.system_key, self.difficulty_key)
-        return frozenset(key for key in keys if key is not None)
+        of_images = (source.images_key, VIDEOS_KEY if self._sees else None)
+        return KeysOfRows.of(*({key for key in part if key is not None} for part in (keys, of_images)))
 
     @property
     def _sees(self) -> bool:
@@ -151,13 +151,23 @@ class RowParser:
     def _with_images(self, prompt: Prompt, values: Row, folder: Path | None) -> Prompt:
         """Returns the prompt with the images of images_key at their places. `folder` has the row's file."""
         key = self.source.images_key
-        if self.encoder.images is None or key is None:
+        if key is None or (key not in values and "." not in key):
             return prompt
         try:
             column = look_up(values, key)
-        except BadRow:
-            return prompt
+        except BadRow as problem:
+            if problem.is_missing:
+                return prompt
+            raise
         given = column if isinstance(column, list | tuple) else [column] if is_given(column) else []
+        if self.encoder.images is None:
+            if any(map(looks_like_an_image, given)):
+                raise BadRow(
+                    f"has images under {key!r}; expected model.vision, which shows them, or images_key null, which "
+                    "leaves them out",
+                    UNUSABLE_IMAGES,
+                )
+            return prompt
         if folder is None and given:
             raise BadRow(f"has images under {key!r}, but {self.encoder.without_template}; expected none")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -35,12 +35,20 @@ class Struct(dict[str, Any]):
     """An object in a Parquet or Arrow column. It has null for fields that only other rows' objects have."""
 
 
+NO_KEY = "no key "
+
+
 class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row may turn into an error
     """The problem of one row. `reason` is the name under which it is counted."""
 
     def __init__(self, problem: object, reason: str = "unusable value") -> None:
         super().__init__(problem)
         self.reason = reason
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the row lacks a key."""
+        return self.reason.startswith(NO_KEY)
 
 
 Rows = Iterator[tuple[str, Row | BadRow]]
@@ -52,6 +60,18 @@ number less 1."""
 
 Keys = Collection[str] | None
 """The keys that the caller will look up. None means any key."""
+
+
+class KeysOfRows(frozenset[str]):
+    """Keys to look up, of which rows may lack those in `optional`."""
+
+    optional: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, needed: Collection[str], optional: Collection[str]) -> "KeysOfRows":
+        keys = cls({*needed, *optional})
+        keys.optional = frozenset(optional)
+        return keys
 
 
 def look_up(row: Row, key: str) -> Any:
@@ -72,7 +92,7 @@ def _found(row: Row, key: str) -> Any:
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
             keys = ", ".join(map(repr, row)) or "none"
-            raise BadRow(f"has no key {key!r}; its keys are {keys}", reason=f"no key {key!r}")
+            raise BadRow(f"has no key {key!r}; its keys are {keys}", reason=f"{NO_KEY}{key!r}")
         value = value[name]
     return value
 
@@ -325,9 +345,10 @@ def _columns_among(names: list[str], keys: Keys, path: Path, config_key: str) ->
     if keys is None:
         return names
     columns = [name for name in names if any(is_column_of(name, key) for key in keys)]
-    if not columns:
+    needed = keys - keys.optional if isinstance(keys, KeysOfRows) else keys
+    if not any(is_column_of(name, key) for name in columns for key in needed):
         raise DataError(
-            f"{config_key}: {str(path)!r} has none of the columns {', '.join(sorted(keys))}; "
+            f"{config_key}: {str(path)!r} has none of the columns {', '.join(sorted(needed))}; "
             f"its columns are {', '.join(names)}"
         )
     return columns

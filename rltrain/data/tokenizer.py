@@ -261,8 +261,17 @@ class PromptEncoder:
 
     @cached_property
     def placeholder(self) -> str | None:
-        """The template's text for an image, or None in runs that do not see."""
-        return None if self.images is None else str(self.tokenizer.convert_ids_to_tokens(self.images.image_token))
+        """The template's text for an image, or None in runs that do not see. Raises CheckpointError if the tokenizer
+        lacks it."""
+        if self.images is None:
+            return None
+        placeholder = self.tokenizer.convert_ids_to_tokens(self.images.image_token)
+        if not isinstance(placeholder, str):
+            raise CheckpointError(
+                f"model.path: the tokenizer has no token {self.images.image_token}, the image_token_id of config.json; "
+                "expected the tokenizer of the same model"
+            )
+        return placeholder
 
     def fingerprint(self) -> str:
         """Returns a hash of everything that determines a prompt's number of tokens."""

@@ -116,6 +116,7 @@ def _half(
         parts=parts,
         megatron=row.megatron.removesuffix(WEIGHT) + name,
         engine=row.engine + name,
+        sglang=row.sglang and row.sglang + name,
         split=split,
         megatron_te=row.megatron_te and row.megatron_te.replace(WEIGHT, name),
         split_local=split_local,

@@ -70,10 +70,11 @@ class Row:
     expert's parameter lacks "{expert}", that side stacks all experts in one parameter. Adjacent rows of equal name are
     one parameter on that side, in this order.
 
-    `megatron_te` is the name in Transformer Engine, if it differs. `split_local` is the split of Megatron's own layers,
-    if it differs. `float32` parameters are fp32 in models of any dtype. `quantizable` ones (matrices of attention, MLPs
-    and experts) can be held in FP8. They and `adaptable` ones can have low-rank adapters. A row without parts has no
-    parameter.
+    `megatron_te` is the name in Transformer Engine, if it differs. `sglang` is the name in SGLang, if it differs from
+    that in the embedded engine. `split_local` is the split of Megatron's own layers, if it differs.
+
+    `float32` parameters are fp32 in models of any dtype. `quantizable` ones (matrices of attention, MLPs and experts)
+    can be held in FP8. They and `adaptable` ones can have low-rank adapters. A row without parts has no parameter.
     """
 
     parts: tuple[Part, ...]
@@ -85,6 +86,7 @@ class Row:
     float32: bool = False
     quantizable: bool = False
     adaptable: bool = False
+    sglang: str | None = None
 
 
 @dataclass(frozen=True)

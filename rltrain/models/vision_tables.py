@@ -1,7 +1,7 @@
 """Tables of vision towers, and the reading of their shapes from config.json.
 
-Training and engines use transformers' names of a tower's parameters, after "vision.". In files they follow another
-prefix.
+Training and the embedded engine use transformers' names of a tower's parameters, after "vision.". In files they follow
+another prefix.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,21 +9,39 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from rltrain.models.config_file import ConfigReader
-from rltrain.models.table import Part, Row, VisionTable
+from rltrain.models.table import TOWER_PREFIX, Part, Row, VisionTable
 from rltrain.models.vision import Tower, Vision
 
 VISION = "vision."
 """The beginning of the names of a tower's parameters."""
 
 
-def _row(name: str, *dimensions: str, adaptable: bool = False) -> Row:
-    """Returns the row of a parameter with the same name on all sides. No tower is split."""
+def _row(name: str, *dimensions: str, adaptable: bool = False, sglang: str | None = None) -> Row:
+    """Returns the row of a parameter. No tower is split. `sglang` is the name inside SGLang's tower, if it differs."""
     whole = VISION + name
-    return Row((Part(whole, dimensions),), megatron=whole, engine=whole, adaptable=adaptable)
+    return Row(
+        (Part(whole, dimensions),),
+        megatron=whole,
+        engine=whole,
+        adaptable=adaptable,
+        sglang=TOWER_PREFIX + (sglang or name),
+    )
 
 
-def _linear(name: str, outputs: str, inputs: str) -> tuple[Row, Row]:
-    return _row(f"{name}.weight", outputs, inputs, adaptable=True), _row(f"{name}.bias", outputs)
+def _linear(name: str, outputs: str, inputs: str, sglang: str | None = None) -> tuple[Row, Row]:
+    in_sglang = sglang or name
+    return (
+        _row(f"{name}.weight", outputs, inputs, adaptable=True, sglang=f"{in_sglang}.weight"),
+        _row(f"{name}.bias", outputs, sglang=f"{in_sglang}.bias"),
+    )
+
+
+def _gate_and_up(mlp: str) -> tuple[Row, ...]:
+    """Returns the rows in the order of SGLang's fused parameters."""
+    gate, up = (
+        _linear(f"{mlp}{name}_proj", "vision_ffn", "vision_hidden", f"{mlp}gate_up_proj") for name in ("gate", "up")
+    )
+    return tuple(row for pair in zip(gate, up, strict=True) for row in pair)
 
 
 def _layer_norm(name: str, size: str) -> tuple[Row, Row]:
@@ -32,7 +50,7 @@ def _layer_norm(name: str, size: str) -> tuple[Row, Row]:
 
 def _attention(block: str) -> tuple[Row, ...]:
     return (
-        *_linear(f"{block}attn.qkv", "vision_qkv", "vision_hidden"),
+        *_linear(f"{block}attn.qkv", "vision_qkv", "vision_hidden", f"{block}attn.qkv_proj"),
         *_linear(f"{block}attn.proj", "vision_hidden", "vision_hidden"),
     )
 
@@ -58,8 +76,7 @@ QWEN2_5_VL_TOWER = VisionTable(
         _row(f"{BLOCK}norm1.weight", "vision_hidden"),
         _row(f"{BLOCK}norm2.weight", "vision_hidden"),
         *_attention(BLOCK),
-        *_linear(f"{BLOCK}mlp.gate_proj", "vision_ffn", "vision_hidden"),
-        *_linear(f"{BLOCK}mlp.up_proj", "vision_ffn", "vision_hidden"),
+        *_gate_and_up(f"{BLOCK}mlp."),
         *_linear(f"{BLOCK}mlp.down_proj", "vision_hidden", "vision_ffn"),
     ),
     last=(

@@ -53,7 +53,7 @@ def attend_frames(
     attention_mask: None,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    max_length_q: int | Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Returns attention [1, patches, heads, head_dim] of query, key and value [1, heads, patches, head_dim].
@@ -64,7 +64,7 @@ def attend_frames(
     assert cu_seq_lens_q is not None and max_length_q is not None, "transformers passes them because of the name"
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.size(-1) ** -0.5 if scaling is None else scaling
-    return attend_whole(queries, keys, values, cu_seq_lens_q, max_length_q, scale=scale)[None], None
+    return attend_whole(queries, keys, values, cu_seq_lens_q, int(max_length_q), scale=scale)[None], None
 
 
 def patches_of(vision: Vision, pixels: Sequence[Tensor], mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ ARRIVING_BYTES = 512 * 2**20
 """Bytes of weights that arrive at once on engines of role evaluation while an evaluation is running."""
 
 ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
+SGLANG = Side(name=lambda row: row.sglang or row.engine, split=lambda row: row.split)
+"""Vision towers have other names in SGLang than in the embedded engine."""
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -29,8 +31,9 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return round_up(round_up(vocab_size, VOCAB_MULTIPLE), tp)
 
 
-def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
-    """Returns the layout of engines of `dtype`. Each data-parallel replica of `grid` is one tensor-parallel engine.
+def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32", sglang: bool = False) -> Layout:
+    """Returns the layout of engines of `dtype`, with the names of SGLang or of the embedded engine. Each data-parallel
+    replica of `grid` is one tensor-parallel engine. All ranks of an engine have the whole vision tower.
 
     The ranks of an engine form `grid.ep` runs of consecutive ranks. Each run has whole experts, cut between its ranks.
 
@@ -46,7 +49,7 @@ def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float
         parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks),
         tensors=canonical_tensors(architecture),
         types=element_types(architecture, dtype),
-        build=partial(_build, ModelCutter(architecture, ENGINE), grid.tp, grid.ep),
+        build=partial(_build, ModelCutter(architecture, SGLANG if sglang else ENGINE), grid.tp, grid.ep),
     )
 
 
@@ -88,13 +91,15 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
         if not is_shared:
             plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
-    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
+    is_sglang = served.engine == "sglang"
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
 
 
-def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
+def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool, sglang: bool = False) -> EnginePart:
     """Returns everything held by engines of `dtype`. With `fp8`, all tensors with FP8 support are quantized."""
     in_fp8 = quantizable_tensors(architecture)
-    return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
+    plain = engine_layout(architecture, grid, dtype=dtype, sglang=sglang)
+    return EnginePart(plain, in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
 def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
@@ -103,7 +108,8 @@ def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, r
     lora = config.model.lora
     assert lora is not None, "only a model with adapters can keep them separate"
     adapted = architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
-    plain = engine_layout(adapted, grid, dtype=config.model.dtype)
+    is_sglang = config.served(role).engine == "sglang"
+    plain = engine_layout(adapted, grid, dtype=config.model.dtype, sglang=is_sglang)
     return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.support.family_checkpoints import make_family_checkpoint
 from tests.support.talking_engine import byte_tokenizer
 from tests.support.tiny_checkpoints import make_checkpoints
+from tests.support.vision_checkpoints import write_checkpoint
 from tests.support.worlds import made_once, run_case
 
 DISTURBED = {
@@ -56,6 +58,21 @@ def test_both_backends_are_compared_with_the_engine(of_one_layer: dict[str, Any]
         assert text.count(f" {stage} ") == 2, text
     alike, text = of_one_layer["fsdp"]
     assert not alike and "first stage beyond 1e-04: layer 0 mlp, by" in text
+
+
+def test_samples_with_images_are_compared(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", "qwen3_vl")
+    images = [str(tmp_path / f"{side}.png") for side in (28, 56)]
+    for side, file in zip((28, 56), images, strict=True):
+        Image.effect_noise((side, side), 80).save(file)
+    tensor = "model.visual.merger.linear_fc2.weight"
+    found = run_case("cases_parity:of_images", 1, checkpoint=tmp_path / "model", images=images, tensor=tensor)[0]
+    alike, text = found["alike"]
+    assert alike and text.count("no stage differs by more than 1e-04") == 2
+    assert "trainer and engine" in text and "trainer and transformers" in text
+    alike, text = found["disturbed"]
+    assert not alike and "first stage beyond 1e-04: embedding, by" in text
+    assert found["fsdp"].startswith("--images: got backend fsdp; expected --backend megatron")
 
 
 def test_texts_need_a_line_of_two_tokens(of_one_layer: dict[str, Any]) -> None:

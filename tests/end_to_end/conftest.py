@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.jobs import REPOSITORY, succeed
+from tests.support.counting_images import sft, write_config, write_rows
+from tests.support.jobs import REPOSITORY, succeed, train
+from tests.support.vision_checkpoints import write_checkpoint
 
 NUM_EXPERTS = 4
 
@@ -71,4 +73,18 @@ def upcycled(warmed_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors |= {f"{layer}.mlp.experts.{expert}.{matrix}": tensor.clone() for expert in range(NUM_EXPERTS)}
         tensors[f"{layer}.mlp.gate.weight"] = 0.02 * torch.randn(NUM_EXPERTS, config["hidden_size"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a job that has begun to learn to count red squares in images.
+
+    It has model/, train.jsonl, eval.jsonl, and the job's output in sft/.
+    """
+    folder = tmp_path_factory.mktemp("counting")
+    write_checkpoint(folder / "model", "qwen2_5_vl")
+    write_rows(folder, "train", 512, seed=0)
+    write_rows(folder, "eval", 40, seed=1)
+    train(write_config(folder / "sft.yaml", **sft(folder)), f"output_dir={folder / 'sft'}", num_ranks=1)
     return folder

@@ -12,6 +12,8 @@ CELL, SIDE = 14, 4
 """Pixels of a cell, and cells of a field. With tiny checkpoints a cell is a token."""
 RED, OTHERS = (220, 30, 30), [(30, 60, 220), (40, 180, 60), (230, 230, 230), (20, 20, 20)]
 MOST = 4
+SFT_STEPS = 9
+"""Enough to answer with a digit, often a wrong one."""
 
 
 def field(rng: random.Random, num_red: int) -> Image.Image:
@@ -43,30 +45,46 @@ def write_config(path: Path, **sections: Any) -> Path:
     return path
 
 
-def sft(model: Path, train: Path, held_out: Path, steps: int, **sections: Any) -> dict[str, Any]:
-    """Returns a config that learns the responses on rank 0."""
+def data_of(task: Path) -> dict[str, Any]:
+    return {
+        "train": {"path": f"{task}/train.jsonl"},
+        "eval": {"path": f"{task}/eval.jsonl"},
+        "max_prompt_tokens": 64,
+    }
+
+
+def sft(task: Path, steps: int = SFT_STEPS, **sections: Any) -> dict[str, Any]:
+    """Returns a config that learns the responses on rank 0. `task` has model/, train.jsonl and eval.jsonl."""
     return {
         "algorithm": "sft",
         "steps": steps,
         "seed": 0,
         "placement": {"actor": 0},
-        "model": {"path": str(model), "dtype": "float32", "vision": {}},
-        "data": {"train": {"path": str(train)}, "eval": {"path": str(held_out)}, "max_prompt_tokens": 64},
+        "model": {"path": f"{task}/model", "dtype": "float32", "vision": {}},
+        "data": {
+            "train": {"path": f"{task}/train.jsonl"},
+            "eval": {"path": f"{task}/eval.jsonl"},
+            "max_prompt_tokens": 64,
+        },
         "actor": {"optimizer": {"lr": 3e-3, "warmup_steps": 5, "decay": "linear", "clip_grad": 1.0}},
         "batch": {"prompts_per_step": 32},
         "evaluation": {"interval": steps},
     } | sections
 
 
-def grpo(model: Path, train: Path, held_out: Path, steps: int, **sections: Any) -> dict[str, Any]:
-    """Returns a config that learns from rewards on rank 0."""
+def grpo(task: Path, steps: int, **sections: Any) -> dict[str, Any]:
+    """Returns a config that learns from rewards on rank 0. It continues from sft/hf in the folder of the task."""
     return {
         "algorithm": "grpo",
         "steps": steps,
         "seed": 0,
         "placement": {"actor, reference, rollout, reward": 0},
-        "model": {"path": str(model), "dtype": "float32", "vision": {}},
-        "data": {"train": {"path": str(train)}, "eval": {"path": str(held_out)}, "max_prompt_tokens": 64},
+        "model": {"path": f"{task}/sft/hf", "dtype": "float32", "vision": {}},
+        "data": {
+            "train": {"path": f"{task}/train.jsonl"},
+            "eval": {"path": f"{task}/eval.jsonl"},
+            "max_prompt_tokens": 64,
+        },
         "actor": {"optimizer": {"lr": 1.2e-3, "beta2": 0.99, "warmup_steps": 2, "decay": "linear", "clip_grad": 1.0}},
         "rollout": {
             "sampling": {"temperature": 1.0, "max_response_tokens": 2},

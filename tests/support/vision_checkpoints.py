@@ -143,14 +143,17 @@ FIXED = ("A_log", "dt_bias")
 """Parameters of gated delta nets that keep transformers' initial values."""
 
 
-def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH) -> None:
-    """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor.
+def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH, **tower: int) -> None:
+    """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor. `tower` are
+    further sizes in vision_config.
 
     The tokenizer has a token for each of CHARACTERS, as far as the vocabulary reaches. An image of 56 x 56 pixels keeps
     its size, and has 16 tokens with patches of 7 pixels.
     """
     torch.manual_seed(seed)
     config = tiny_config(kind, patch)
+    for key, value in tower.items():
+        setattr(config.vision_config, key, value)
     config.video_token_id = VIDEO_TOKEN
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():

@@ -82,6 +82,9 @@ class Rows:
     def context(self, row: int) -> Context:
         return Context((row, row + 1))
 
+    def image_sources(self, row: int) -> tuple[()]:
+        return ()
+
     def prompt_text(self, row: int) -> str:
         return f"{row}?"
 

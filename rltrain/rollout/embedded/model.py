@@ -389,17 +389,19 @@ class EngineModel:
         """Returns the addresses of all parameters. They change when offloaded memory returns."""
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens] rotated by `positions`
-        [tokens].
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: DecodeAttention, shown: Shown | None = None
+    ) -> Tensor:
+        """Returns hidden states [tokens, hidden] before the final norm, for `tokens` [tokens].
 
-        Collective over: the engine's tensor-parallel group.
+        They are rotated by `positions`, [tokens], or [3, tokens] for models with images. The tokens `shown` are those
+        of images. Collective over: the engine's tensor-parallel group.
         """
-        hidden = self._embed(tokens)
+        hidden = self._embed(tokens, shown)
         self.observe(EMBEDDING, hidden)
         rotations = self._rotations(positions)
         for index in range(self.num_layers):
-            self._add_layer(index, hidden, rotations[index], attention)
+            self._add_layer(index, hidden, rotations[index], attention, shown)
         return hidden
 
     def fill_cache(
@@ -408,18 +410,13 @@ class EngineModel:
         """Caches the keys and values of prompt tokens [tokens]. This is `forward` without the work needed only for its
         result.
 
-        `positions` are [tokens], or [3, tokens] for models with images. The tokens `shown` are those of images.
         Collective over: the engine's tensor-parallel group.
         """
-        hidden = self._embed(tokens)
-        if shown is not None:
-            shown.insert(hidden)
+        hidden = self._embed(tokens, shown)
         rotations = self._rotations(positions)
         last, rotation = self._layers[-1], rotations[-1]
         for index in range(self.num_layers - 1):
-            self._add_layer(index, hidden, rotations[index], attention)
-            if shown is not None:
-                shown.add(index, hidden)
+            self._add_layer(index, hidden, rotations[index], attention, shown)
         if last.feed_forward.stores:
             last.attention.add(last.number, hidden, rotation, attention)
             last.feed_forward.store(hidden, attention)
@@ -431,12 +428,16 @@ class EngineModel:
         rotations = [rotary.at(positions) for rotary in self._rotaries]
         return [rotations[base] for base in self._rotary_of]
 
-    def _add_layer(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
+    def _add_layer(
+        self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention, shown: Shown | None
+    ) -> None:
         """Adds the outputs of one layer's attention and MLP to `hidden` in place."""
         layer = self._layers[index]
         layer.attention.add(layer.number, hidden, rotation, attention)
         self.observe(layer.stages[0], hidden)
         layer.feed_forward.add(hidden, attention)
+        if shown is not None:
+            shown.add(index, hidden)
         self.observe(layer.stages[1], hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -453,9 +454,12 @@ class EngineModel:
         logits[:, self._vocab_size :].fill_(float("-inf"))
         return logits
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, shown: Shown | None) -> Tensor:
         embedded = self._embedded(tokens).to(self._residual_dtype)
-        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+        embedded = embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+        if shown is not None:
+            shown.insert(embedded)
+        return embedded
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._tp.size == 1:

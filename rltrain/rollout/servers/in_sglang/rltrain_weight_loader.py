@@ -9,7 +9,8 @@ Messages have `op`, `id`, and `reply`, the path of an open file of another proce
 - describe: reply with every parameter's name, dtype, shape, strides and device, and with reasons against updates.
 - load: copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters.
 - read: copy the parameters of `fields` into `memory`.
-- finish: after all loads of a sync, update the values that the model derives from its parameters.
+- finish: after all loads of a sync, update the values that the model derives from its parameters, and drop the
+  features of earlier images.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -120,8 +122,17 @@ def _finish(model: torch.nn.Module, message: Message) -> Reply:
     parameters = parameters_of(model)
     for name, value in _own_parameters(model).items():
         parameters[name].data.fill_(value)
+    _forget_images()
     _synchronize()
     return {}
+
+
+def _forget_images() -> None:
+    """Drops the features of earlier images, because SGLang would use them with the new weights of the vision tower."""
+    schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
+    cache: Any = getattr(schedule, "embedding_cache", None)
+    if cache is not None:
+        cache.clear()
 
 
 _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {

@@ -1,0 +1,42 @@
+"""Whole jobs with images on two ranks: layouts of the actor, engines elsewhere, and generation ahead of training."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.counting_images import grpo, write_config
+from tests.support.jobs import column, train_each
+
+STEPS, PROMPTS, SAMPLES = 3, 8, 4
+ALL = "placement={'actor, reference, rollout, reward': 0-1}"
+APART = "placement={'actor, reference': 0, 'rollout, reward': 1}"
+AHEAD = "schedule={mode: asynchronous, max_staleness: 1, on_stale: mask}"
+IN_FLIGHT = (
+    "schedule={mode: asynchronous, max_staleness: 1, on_stale: mask, partial_rollouts: true, in_flight_sync: true}"
+)
+JOBS = {
+    "data parallel": [ALL],
+    "tensor parallel": [ALL, "actor.parallel={tp: 2}", "rollout.parallel={tp: 2}"],
+    "pipeline parallel": [ALL, "actor.parallel={pp: 2}"],
+    "context parallel": [ALL, "actor.parallel={cp: 2}"],
+    "apart": [APART],
+    "ahead": [APART, *AHEAD],
+    "in flight": [APART, *AHEAD, *IN_FLIGHT],
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(counting: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("placements")
+    batch = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    config = grpo(counting, STEPS, placement={}, batch=batch, evaluation={"interval": STEPS})
+    return train_each(write_config(folder / "config.yaml", **config), JOBS, folder, num_ranks=2)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_engine_and_actor_agree_on_images(jobs, job: str) -> None:
+    records = jobs[job]
+    assert column(records, "images/tokens") == [PROMPTS * SAMPLES * 16.0] * STEPS
+    assert max(column(records, "train/fresh_logprob_abs_diff")) <= 1e-5
+    assert not any(column(records, "images/bytes_sent"))
+    assert len(column(records, "eval/score")) == 2

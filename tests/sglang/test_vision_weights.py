@@ -1,0 +1,80 @@
+"""Weights of vision-language models sent to a running SGLang server, against transformers with these weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.models import read_architecture
+from rltrain.models.vision import PlacedImage, Tower
+from rltrain.reshard.layout import split
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
+from rltrain.rollout.servers.images import ServerImages
+from rltrain.rollout.servers.sglang_process import Server
+from rltrain.rollout.servers.sglang_weights import Delivery
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
+from tests.sglang.servers import PART_BYTES, call, connected
+from tests.support.vision_checkpoints import (
+    IMAGE_TOKEN,
+    VISION_END,
+    VISION_START,
+    load_model,
+    model_inputs,
+    tiny_vision,
+    write_checkpoint,
+)
+
+PATCH = 14
+"""Height and width of a patch in pixels. SGLang supports no other for Qwen2.5-VL."""
+FFN = 64
+"""Feed-forward units of the tower. On CPUs SGLang pads them to a multiple of 64."""
+POSITIONS = 64
+"""Learned positions of the tower. SGLang pads them like a vocabulary."""
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[..., Server], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for seed, folder in enumerate((first, second)):
+        positions = {} if kind == "qwen2_5_vl" else {"num_position_embeddings": POSITIONS}
+        write_checkpoint(folder, kind, seed=seed, patch=PATCH, intermediate_size=FFN, **positions)
+    layout = engine_layout(read_architecture(first, sees=True), Grid((0,)), sglang=True)
+    server = start_server(first, needs_tokenizer=True)
+    with connected(server) as client:
+        parts = split(layout, PART_BYTES)
+        delivery = Delivery(parts, 0, device=torch.device("cpu"), keep=True, group=None, call=client.call)
+        delivery.check_layout()
+        for version, folder in enumerate((first, second), start=1):
+            delivery.begin()
+            for number, part in enumerate(parts):
+                load_parameters(folder, part, 0, delivery.tensors(number))
+                delivery.arrived(number, verify=True)
+            delivery.finish(version)
+            call(server, "/flush_cache", {})
+            assert_serves(server, folder, kind, tmp_path)
+        delivery.close()
+
+
+def assert_serves(server: Server, folder: Path, kind: Tower, store_folder: Path) -> None:
+    """Asserts that the log-prob of a token after an image is that of transformers."""
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 56, 84, 3), np.uint8)
+    store = ImageStore(store_folder, 0, keep_steps=1, cache_bytes=1e9)
+    store.put(7, pixels, 0)
+    placed = PlacedImage(2, 7, (1, 56 // PATCH, 84 // PATCH))
+    merge = tiny_vision(kind).merge
+    ids = [40, VISION_START, *[IMAGE_TOKEN] * placed.num_tokens(merge), VISION_END, 41]
+    body = {
+        **ServerImages(store, merge).fields([Sample(0, tuple(ids), seed=0, images=(placed,))]),
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    (answer,) = call(server, "/generate", body)
+    with torch.no_grad():
+        last = load_model(folder)(**model_inputs(folder, ids, [pixels])).logits[0, -1].log_softmax(-1)
+    assert answer["output_ids"] == [int(last.argmax())]
+    assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(float(last.max()), abs=1e-4)
