@@ -2,8 +2,8 @@
 
 python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
-Scripts without a training, on audio or video, or with a trainer out of scope, are listed and not counted (OUTSIDE). That
-depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
+Scripts without a training, on audio or video, or with a trainer out of scope, are listed and not counted (OUTSIDE).
+That depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
 without a counterpart prevent that, it is imported again with --allow-differences. The named model's config.json is a
 stand-in (stand_in_models.py), so no weights and no data are needed.
 """

@@ -1,5 +1,9 @@
 """A small world for models that see: walk to the red cell of a grid. Its text twin shows letters instead of pixels."""
 
+import json
+import random
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -7,9 +11,13 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rltrain.environments.image_urls import image_url
+
 SIDE, CELL = 4, 14
 """Cells per side, and pixels per side of a cell."""
 NAMES = ("left", "right", "up", "down")
+LETTERS = "lrud"
+"""Names of the same actions of one token."""
 MOVES = ((0, -1), (0, 1), (-1, 0), (1, 0))
 """The change of (row, column) by each action."""
 FLOOR, WALKER, GOAL = (230, 230, 230), (20, 60, 220), (220, 30, 30)
@@ -47,7 +55,8 @@ def places(seed: int) -> tuple[Place, Place]:
 class PixelWorld(gymnasium.Env[Any, int]):
     """An episode is won at the goal, and lost after `max_steps` steps. Steps into a wall change nothing.
 
-    Observations are pixels, or the text twin with `as_letters`.
+    It begins at places of the seed, or at those of the options "walker" and "goal". Observations are pixels, or the
+    text twin with `as_letters`.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
@@ -64,6 +73,8 @@ class PixelWorld(gymnasium.Env[Any, int]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.walker, self.goal = places(seed or 0)
+        if options:
+            self.walker, self.goal = tuple(options["walker"]), tuple(options["goal"])
         self.num_steps = 0
         return self._observation(), {}
 
@@ -81,6 +92,50 @@ class PixelWorld(gymnasium.Env[Any, int]):
     def _observation(self) -> Any:
         shown = letters if self.as_letters else pixels
         return shown(self.walker, self.goal)
+
+
+# Rows for jobs. No beginning is both in the training rows and held out.
+
+
+def beginnings(seed: int = 0) -> list[tuple[Place, Place]]:
+    """Returns all beginnings, in random order."""
+    cells = [(row, column) for row in range(SIDE) for column in range(SIDE)]
+    found = [*permutations(cells, 2)]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def moved(walker: Place, action: int) -> Place:
+    return walker[0] + MOVES[action][0], walker[1] + MOVES[action][1]
+
+
+def write_tasks(path: Path, chosen: list[tuple[Place, Place]]) -> Path:
+    """Writes a row for each beginning, for episodes in the world."""
+    rows = [{"prompt": "go", "reset_options": {"walker": walker, "goal": goal}} for walker, goal in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_demonstrations(path: Path, chosen: list[tuple[Place, Place]], *, as_letters: bool = False) -> Path:
+    """Writes a conversation for each beginning: the world before each step of a shortest way, and the step."""
+    lines = []
+    for walker, goal in chosen:
+        messages: list[dict[str, Any]] = []
+        for action in way(walker, goal):
+            told = "" if messages else "go"
+            if as_letters:
+                content: Any = "\n".join(part for part in (told, letters(walker, goal)) if part)
+            else:
+                shown = {"type": "image", "image": image_url(pixels(walker, goal))}
+                content = [{"type": "text", "text": told}, shown] if told else [shown]
+            messages += [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": LETTERS[action]},
+            ]
+            walker = moved(walker, action)
+        lines.append(json.dumps({"prompt": messages}) + "\n")
+    path.write_text("".join(lines))
+    return path
 
 
 gymnasium.register(ID, entry_point=PixelWorld)
