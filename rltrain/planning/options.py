@@ -297,7 +297,8 @@ def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
     trained = values_of(records, "train/tokens")
     prompt = median(trained) / job.samples_per_step - median(response) if trained else assumed.prompt
     prompt = min(max(prompt, 1.0), job.config.data.max_prompt_tokens)
-    return Workload(prompt, median(response), median(longest))
+    images = assumed.image_tokens * prompt / assumed.prompt
+    return Workload(prompt, median(response), median(longest), images)
 
 
 def values_of(records: list[Record], metric: str) -> list[float]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.counting_images import grpo, write_config
+from tests.support.counting_images import GRPO, IMAGE_TOKENS, grpo_overrides
 from tests.support.jobs import column, train_each
 
 STEPS, PROMPTS, SAMPLES = 3, 8, 4
@@ -27,16 +27,17 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def jobs(counting: Path, tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("placements")
-    batch = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
-    config = grpo(counting, STEPS, placement={}, batch=batch, evaluation={"interval": STEPS})
-    return train_each(write_config(folder / "config.yaml", **config), JOBS, folder, num_ranks=2)
+    batch = f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 1}}"
+    own = [*grpo_overrides(counting), f"steps={STEPS}", batch, "data.eval.max_rows=20", "checkpoint.save_hf=false"]
+    jobs = {name: [*own, *changes] for name, changes in JOBS.items()}
+    return train_each(GRPO, jobs, tmp_path_factory.mktemp("placements"), num_ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_engine_and_actor_agree_on_images(jobs, job: str) -> None:
     records = jobs[job]
-    assert column(records, "images/tokens") == [PROMPTS * SAMPLES * 16.0] * STEPS
+    assert column(records, "images/tokens") == [PROMPTS * SAMPLES * float(IMAGE_TOKENS)] * STEPS
     assert max(column(records, "train/fresh_logprob_abs_diff")) <= 1e-5
     assert not any(column(records, "images/bytes_sent"))
     assert len(column(records, "eval/score")) == 2
