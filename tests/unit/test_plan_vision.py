@@ -204,5 +204,7 @@ def described(checkpoint: Path, tmp_path: Path) -> Iterator[str]:
 
 def test_a_dry_run_tells_about_images(described: str) -> None:
     assert "a prompt has 1 images with 16 of its " in described
-    assert "prompts of 32.0 tokens (16.0 of images)" in described, "half of the longest prompt's 64 tokens on average, and half of these"
+    assert "prompts of 32.0 tokens (16.0 of images)" in described, (
+        "half of the longest prompt's 64 tokens on average, and half of these"
+    )
     assert "images, not pinned 4.00 GB" in described
