@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.config.schema import FakeQuantization
-from rltrain.errors import ConfigError
 from rltrain.models.experts import is_expert
 from rltrain.models.products import int4_rounded
 from rltrain.rollout.embedded.engine import EmbeddedEngine, build_embedded
@@ -30,14 +29,9 @@ BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = 
 def build_engine(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     """Builds this rank's share of the engine. It has no weights until the first update.
 
-    `leave` suspends the engine's running samples. It is called before keys and values are dropped. Raises ConfigError
-    if the engine cannot be built. Collective over: the engine's ranks.
+    `leave` suspends the engine's running samples. It is called before keys and values are dropped. Collective over: the
+    engine's ranks.
     """
-    if site.images is not None and site.num_nodes > 1:
-        raise ConfigError(
-            f"{site.role}.parallel: an engine spans {site.num_nodes} nodes with model.vision; expected engines within "
-            "a node, because images are on the node of an engine's first rank"
-        )
     return BUILDERS[site.settings.engine](site, leave)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.models import VisionSettings
@@ -17,20 +17,18 @@ from rltrain.models.vision import Tower
 from rltrain.models.vision_tower import patches_of
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.megatron_layout import adapter_pairs
-from rltrain.rollout.build import build_engine
 from rltrain.rollout.embedded import generation
 from rltrain.rollout.embedded.block_tables import GB
+from rltrain.rollout.embedded.engine import images_of
 from rltrain.rollout.embedded.images import keyed
 from rltrain.rollout.embedded.parameters import adapted_matrices
-from rltrain.rollout.engine import EngineSite, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.workspace import workspace
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
-from rltrain.runtime.world import World
 from tests.support.live_bytes import LiveBytes
-from tests.support.schedule_configs import make_config
 from tests.support.vision_checkpoints import HIDDEN, IMAGE_TOKEN, MERGE, VOCAB_SIZE, load_model, write_checkpoint
 from tests.support.vision_engines import (
     MEAN,
@@ -338,20 +336,7 @@ def test_separate_adapters_equal_merged_ones(model: Model, store: ImageStore) ->
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-def test_an_engine_on_several_nodes_is_refused_with_images(tmp_path: Path) -> None:
-    """Decisions of its first rank carry keys of images, and other nodes have other files."""
-    spread = EngineSite(
-        config=make_config(model={"path": "m", "vision": {}}),
-        world=World(0, 4, 0, ranks_per_node=2, device=torch.device("cpu"), store=dist.HashStore(), timeout_s=1.0),
-        ranks=(0, 1, 2, 3),
-        grid=Grid((0, 1, 2, 3), tp=4),
-        groups=cast(Any, None),
-        architecture=cast(Any, None),
-        tokenizer=cast(Any, None),
-        job_store=cast(Any, None),
-        leaves=False,
-        draws_during_syncs=False,
-        images=ImageStore(tmp_path, 0, keep_steps=1, cache_bytes=0),
-    )
-    with pytest.raises(ConfigError, match=r"rollout\.parallel: an engine spans 2 nodes with model\.vision"):
-        build_engine(spread, lambda: None)
+def test_engines_with_images_stay_within_a_node(model: Model) -> None:
+    site = SimpleNamespace(num_nodes=2, role="rollout")
+    with pytest.raises(ConfigError, match="rollout.parallel.tp: got an engine on 2 nodes with model.vision"):
+        images_of(site, model.ours.architecture.vision, model.ours.parameters, {})  # type: ignore[arg-type]
