@@ -18,6 +18,7 @@ from rltrain.planning.problems import (
     refuse,
     url_problems,
 )
+from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, drawing_roles, model_roles, served_roles, trained_roles
@@ -392,10 +393,18 @@ def _problems_of_images(config: Config) -> Iterator[str]:
         )
     for role in (role for role in drawing_roles() if role in config.placed_roles):
         served = config.served(role)
-        if served.engine == "http":
-            yield f"{role}.engine: got http with {VISION}; expected embedded or sglang: servers get no images"
-        if served.engine == "sglang" and config.parallel_of(role)[0].tp > 1:
-            yield f"{role}.parallel.tp: got more than 1 for engine sglang with {VISION}; expected 1: it splits towers"
+        if served.engine == "http" and served.protocol in ("vllm", "openai"):
+            yield f"{role}.protocol: got {served.protocol} with {VISION}; expected auto or sglang, which takes images"
+
+
+def _first_layers_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Yields a problem if layers with features of a tower are not all in the first chunk of the first stage."""
+    needed = len(architecture.vision.deepstack) if architecture.vision else 0
+    if needed and not grid.is_sharded and (found := len(chunks_of(architecture, grid)[0][0].layers)) < needed:
+        yield (
+            f"{key}: the first pipeline stage begins with {found} layers, but the tower has features for the first "
+            f"{needed}; expected at least {needed}. Set layers_per_stage, or a smaller pp or vpp"
+        )
 
 
 # The settings of model.router_replay.
@@ -470,6 +479,7 @@ def check_against_architecture(
                 problems += trained_mechanism_problems(config, key, grids[role], architectures[role])
                 problems += _sharded_problems(config, role, grids[role], architectures[role])
                 problems += _slice_problems(config, key, grids[role], architectures[role])
+                problems += _first_layers_problems(key, grids[role], architectures[role])
                 problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
 

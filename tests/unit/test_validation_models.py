@@ -168,6 +168,11 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         ),
         (
             replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {"actor": {"parallel": {"pp": 2}}, "model": {"path": "m", "vision": {}}},
+            ["actor.parallel: the first pipeline stage begins with 1 layers", "for the first 2"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
             {**HTTP, "model": {"path": "m", "vision": {}}},
             ["rollout.engine: got http with model.vision.train true", "or model.vision.train: false"],
         ),
@@ -571,8 +576,7 @@ def test_what_needs_a_vision_tower_is_refused(sections: Any, said: str) -> None:
         ({"model": {"mtp": {}}}, r"with model\.mtp"),
         ({"model": {"fake_quantization": {}}}, r"with model\.fake_quantization"),
         ({"model": {"transformer_impl": "transformer_engine"}}, r"model\.transformer_impl: got transformer_engine"),
-        ({"rollout": {"engine": "http", "urls": ["http://a:1"]}}, r"rollout\.engine: got http"),
-        ({"rollout": {"engine": "sglang", "parallel": {"tp": 2}}}, r"rollout\.parallel\.tp: got more than 1"),
+        ({"rollout": {"engine": "http", "urls": ["http://a:1"], "protocol": "vllm"}}, r"rollout\.protocol: got vllm"),
     ],
 )
 def test_what_would_not_see_images_is_refused(sections: dict[str, Any], said: str) -> None:

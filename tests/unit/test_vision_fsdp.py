@@ -20,21 +20,28 @@ from rltrain.training.fsdp_backend import ShardedTrainableModel
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
 from tests.support.sharded_models import reading_in_training, seeing_in_training, shard_differences
-from tests.support.trained_models import CPU, groups_on
+from tests.support.trained_models import CPU, groups_on, in_training, write_state
 from tests.support.vision_checkpoints import load_model, model_inputs, write_checkpoint, write_gradients
-from tests.support.vision_samples import SAMPLES, experience_of, for_transformers, open_store, summed_logprobs
+from tests.support.vision_samples import (
+    SAMPLES,
+    experience_of,
+    for_transformers,
+    open_store,
+    seeing_model,
+    summed_logprobs,
+)
 
-GRID = Grid((0,), copies=1)
+GRID, GRID_OF_MEGATRON = Grid((0,), copies=1), Grid((0,))
 ALONE, TOGETHER = 1, 10_000
 """Tokens of a micro-batch: one sample each, or all of them."""
-TOLERANCE = 1e-4
+TOLERANCE, RELATIVE = 1e-4, 1e-5
 TEXTS = [number for number, sample in enumerate(SAMPLES) if not any(isinstance(part, str) for part in sample)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def groups() -> Iterator[ProcessGroups]:
     with world_of_one(CPU):
-        yield groups_on([GRID])
+        yield groups_on([GRID, GRID_OF_MEGATRON])
 
 
 class Reference(NamedTuple):
@@ -127,6 +134,26 @@ def test_an_optimizer_step_changes_the_tower_only_if_it_is_trained(
     saved = {name.partition("/")[2] or name for name in trained.save_state().tensors}
     assert any("patch_embed" in name for name in saved) == trains
     assert towers <= dict(trained.served).keys(), "engines get a frozen tower too"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_state_goes_on_and_moves_to_megatron(
+    qwen3_vl: Reference, train: Any, groups: ProcessGroups, store: ImageStore, tmp_path: Path, trains: bool
+) -> None:
+    vision, samples = schema.VisionSettings(train=trains), experience_of(SAMPLES)
+    trained, resumed = (train(qwen3_vl.folder, vision=vision) for _ in range(2))
+    trained.train_batch(samples, summed_logprobs)
+    write_state(trained, tmp_path / "state.safetensors")
+    resumed.load_state([tmp_path / "state.safetensors"])
+    model = seeing_model(qwen3_vl.folder, GRID_OF_MEGATRON, groups, store, vision=vision)
+    moved = in_training(model, updates=1, max_tokens=TOGETHER, optimizer={"lr": 1e-2, "weight_decay": 0})
+    moved.load_state([tmp_path / "state.safetensors"])
+    for goes_on, tolerance in ((resumed, 0), (moved, RELATIVE)):
+        expected = trained.evaluate(samples, max_tokens=TOGETHER)
+        assert goes_on.evaluate(samples, max_tokens=TOGETHER) == pytest.approx(expected, abs=tolerance)
+    reports = [one.train_batch(samples, summed_logprobs) for one in (trained, resumed, moved)]
+    assert reports[1] == reports[0]
+    assert reports[2] == pytest.approx(reports[0], rel=RELATIVE)
 
 
 def test_values_of_a_critic_are_scores_of_the_states_of_transformers(qwen3_vl: Reference, train: Any) -> None:
