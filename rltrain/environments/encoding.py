@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rltrain.environments.image_urls import with_urls
 from rltrain.environments.interface import Action, Observation, Opening, StepResult, TokenIds, ToolCall, Trajectory
+from rltrain.errors import DataError
 from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.runtime.json_text import lone_surrogate
 
@@ -45,7 +47,10 @@ def decode_action(message: Json) -> Action | None:
 
 
 def encode_observation(observation: Observation | None) -> Json:
-    """Returns the observation as JSON. Raises BadAnswer if it is no observation or not valid Unicode."""
+    """Returns the observation as JSON, with data URLs for images in parts of messages.
+
+    Raises BadAnswer if it is no observation, not valid Unicode, or has an image that cannot be used.
+    """
     if isinstance(observation, str | Sequence) and (half := lone_surrogate(_plain_texts(observation))) is not None:
         raise BadAnswer(f"returned an observation with {half!r}, half of a surrogate pair; expected Unicode")
     if observation is None or isinstance(observation, str):
@@ -53,12 +58,19 @@ def encode_observation(observation: Observation | None) -> Json:
     if isinstance(observation, TokenIds):
         return {"ids": [int(number) for number in observation.ids], "sampling": dict(observation.sampling)}
     if isinstance(observation, Sequence) and all(_is_message(message) for message in observation):
-        return [{**message} for message in observation if not isinstance(message, str)]
+        return [_encoded(message) for message in observation if not isinstance(message, str)]
     raise BadAnswer(f"returned the observation {_shown(observation)}; expected a text, chat messages or TokenIds")
 
 
 def _plain_texts(observation: Any) -> Any:
     return observation if isinstance(observation, str) else [dict(m) for m in observation if isinstance(m, Mapping)]
+
+
+def _encoded(message: Mapping[str, Any]) -> Json:
+    try:
+        return with_urls(message)
+    except DataError as error:
+        raise BadAnswer(f"returned an observation in which {error}") from None
 
 
 def _is_message(message: Any) -> bool:

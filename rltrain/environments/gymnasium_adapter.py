@@ -1,18 +1,24 @@
-"""Gymnasium's environments, single or vectorised, with observations and actions as text."""
+"""Gymnasium's environments, single or vectorised, with observations as text or images and actions as text."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from math import prod
+from operator import getitem
 from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
-from rltrain.environments.convention import Build, parameters_of, refuse_unknown_options, with_shown
-from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult
+from rltrain.environments.convention import Build, as_messages, parameters_of, refuse_unknown_options
+from rltrain.environments.encoding import BadAnswer
+from rltrain.environments.image_urls import image_url, is_image
+from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.errors import ConfigError
 from rltrain.rewards.locating import locate
 
-# Observations as text, and texts as actions. Spaces are recognised by their attributes.
+# Observations as text. Spaces are recognised by their attributes.
 #
 # numpy is imported on demand, so that workers of other environments start sooner.
 
@@ -50,47 +56,106 @@ def _numbers_text(value: Any) -> str:
     return f"{value:.{SIGNIFICANT_DIGITS}g}" if isinstance(value, float) else str(value)
 
 
+# Observations as images.
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An observation for the model: a text, and images before it."""
+
+    text: str
+    images: tuple[str, ...] = ()
+    """Data URLs."""
+
+    def as_observation(self, before: str = "", after: str = "") -> str | Sequence[Message]:
+        """Returns the observation between two texts."""
+        texts = [text for text in (self.text, after) if text]
+        if not self.images:
+            return "\n".join([before, *texts] if before else texts)
+        parts = [{"type": "text", "text": before}] if before else []
+        parts += [{"type": "image", "image": image} for image in self.images]
+        parts += [{"type": "text", "text": "\n".join(texts)}] if texts else []
+        return [{"role": "user", "content": parts}]
+
+
+def is_of_pixels(space: Any) -> bool:
+    """Returns whether the observations of a space are images: uint8 of shape [height, width, 3]."""
+    shape = [*(getattr(space, "shape", None) or ())]
+    return str(getattr(space, "dtype", "")) == "uint8" and len(shape) == 3 and shape[2] == 3
+
+
+def text_beside(observation: Any) -> str:
+    """Returns the text for an observation whose drawing is shown: texts, and the single values of a mapping."""
+    if isinstance(observation, str):
+        return observation
+    if not isinstance(observation, Mapping):
+        return ""
+    return observation_text({name: value for name, value in observation.items() if not getattr(value, "shape", ())})
+
+
+# Texts as actions.
+
+
 def default_parse(space: Any, names: Sequence[str] = ()) -> Parse:
-    """Returns the default parser for an action space. For finitely many actions it takes the last number or name in the
-    text. Otherwise it takes as many of the last numbers as the space needs."""
+    """Returns the default parser for one action of a space. It takes the last one in the text."""
+    parse = default_parse_all(space, names, 1)
+
+    def last(text: str) -> Any:
+        found = parse(text)
+        return found[-1] if found else None
+
+    return last
+
+
+def default_parse_all(space: Any, names: Sequence[str], most: int) -> Callable[[str], Sequence[Any] | None]:
+    """Returns the default parser for the last `most` actions in a text, in order. The text may have fewer.
+
+    For finitely many actions each number or name is an action. Otherwise as many numbers are one as the space needs.
+    The parser returns None if there is no action, or an impossible one.
+    """
     if hasattr(space, "n"):
-        return lambda text: _last_choice(text, int(space.n), int(getattr(space, "start", 0)), names)
+        return lambda text: _choices(text, int(space.n), int(getattr(space, "start", 0)), names, most)
     if getattr(space, "shape", None) is not None:
-        return lambda text: _last_numbers(text, space)
+        return lambda text: _arrays(text, space, most)
     raise TypeError(f"actions of {space} cannot be read from texts; set env.options.parse to a function that can")
 
 
-def _last_choice(text: str, num_actions: int, start: int, names: Sequence[str]) -> int | None:
+def _choices(text: str, num_actions: int, start: int, names: Sequence[str], most: int) -> list[int] | None:
     if names:
         found = re.findall("|".join(rf"\b{re.escape(name)}\b" for name in names), text, re.IGNORECASE)
         lowered = [name.lower() for name in names]
-        return start + lowered.index(found[-1].lower()) if found else None
-    numbers = NUMBER.findall(text)
-    if not numbers or not numbers[-1].lstrip("-").isdigit():
+        return [start + lowered.index(name.lower()) for name in found[-most:]] or None
+    numbers = NUMBER.findall(text)[-most:]
+    if not numbers or not all(number.lstrip("-").isdigit() for number in numbers):
         return None
-    number = int(numbers[-1])
-    return number if start <= number < start + num_actions else None
+    chosen = [int(number) for number in numbers]
+    return chosen if all(start <= number < start + num_actions for number in chosen) else None
 
 
-def _last_numbers(text: str, space: Any) -> Any:
+def _arrays(text: str, space: Any, most: int) -> list[Any] | None:
     import numpy as np
 
     count = prod(space.shape)
-    numbers = NUMBER.findall(text)[-count:] if count else []
-    if len(numbers) < count:
+    numbers = [float(number) for number in NUMBER.findall(text)]
+    num_actions = min(len(numbers) // count, most) if count else 1
+    if not num_actions:
         return None
-    action = np.array([float(number) for number in numbers]).reshape(space.shape).astype(space.dtype)
-    return action if space.contains(action) else None
+    last = numbers[len(numbers) - num_actions * count :] if count else []
+    actions = [*np.array(last).reshape(num_actions, *space.shape).astype(space.dtype)]
+    return actions if all(map(space.contains, actions)) else None
 
 
-def action_help(space: Any, names: Sequence[str] = ()) -> str:
-    """Returns the text that describes the possible answers to the model."""
+def action_help(space: Any, names: Sequence[str] = (), most: int = 1) -> str:
+    """Returns the text that describes the possible answers to the model. `most` is the largest number of actions."""
+    many = "" if most == 1 else f" up to {most}"
     if names:
-        return f"Answer with one of: {', '.join(names)}."
+        return f"Answer with{many or ' one'} of: {', '.join(names)}."
     if hasattr(space, "n"):
         start = int(getattr(space, "start", 0))
-        return f"Answer with a number from {start} to {start + int(space.n) - 1}."
-    return f"Answer with {prod(space.shape)} numbers."
+        numbers = f"{many} numbers" if many else " a number"
+        return f"Answer with{numbers} from {start} to {start + int(space.n) - 1}."
+    times = f"{many} times" if many else ""
+    return f"Answer with{times} {prod(space.shape)} numbers."
 
 
 # Registered environments ("gymnasium:FrozenLake-v1") and classes of the user.
@@ -98,7 +163,9 @@ def action_help(space: Any, names: Sequence[str] = ()) -> str:
 PREFIX = "gymnasium:"
 SEEDS_EACH = ("sync", "async")
 """Vectorisations with a seed per episode. A custom vector environment takes one seed for all."""
-OPTIONS = ("make", "vectorization", "render", "parse", "action_names", "on_invalid")
+DRAWING = "rgb_array"
+"""Gymnasium's name for drawings in pixels."""
+OPTIONS = ("make", "vectorization", "render", "frames", "action_chunk", "parse", "action_names", "on_invalid")
 
 
 def recognises(thing: Any) -> bool:
@@ -108,21 +175,26 @@ def recognises(thing: Any) -> bool:
 
 def adapt(build: Build, factory: EnvironmentFactory) -> Environment:
     """Returns an environment for a user's class. `env.options.make` are its arguments."""
-    return one_by_one(lambda: GymnasiumEpisode(build, Texts(factory)))
+    return one_by_one(lambda: GymnasiumEpisode(build, TurnOptions(factory)))
 
 
 def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
-    """Returns a function that builds the environment registered under the name after PREFIX."""
+    """Returns a function that builds the environment registered under the name after PREFIX.
+
+    The name may have the module that registers it, as in gymnasium:minigrid:MiniGrid-Empty-5x5-v0.
+    """
     try:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
             f"env.function: {factory.function!r} needs the package gymnasium, which is not installed"
         ) from error
-    name = factory.function.removeprefix(PREFIX)
+    module, _, name = factory.function.removeprefix(PREFIX).rpartition(":")
     try:
+        if module:
+            import_module(module)
         gymnasium.spec(name)
-    except gymnasium.error.Error as error:
+    except (ImportError, gymnasium.error.Error) as error:
         raise ConfigError(f"env.function: {factory.function!r}: {error}") from error
     vectorization = factory.options.get("vectorization")
 
@@ -132,44 +204,111 @@ def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
     if vectorization is None:
         return lambda: adapt(make, factory)
 
+    options = TurnOptions(factory)
+
     def make_vector(num_envs: int) -> Any:
-        arguments = factory.options.get("make") or {}
-        return gymnasium.make_vec(name, num_envs, vectorization_mode=vectorization, **arguments)
+        return gymnasium.make_vec(name, num_envs, vectorization_mode=vectorization, **options.arguments)
 
-    return lambda: VectorGymnasium(make_vector, Texts(factory), seeds_each=vectorization in SEEDS_EACH)
+    return lambda: VectorGymnasium(make_vector, options, seeds_each=vectorization in SEEDS_EACH)
 
 
-class Texts:
-    """The options about observations and actions as texts:
+class TurnOptions:
+    """The options about observations and actions:
 
-    - render: the name of a function (observation) -> text. By default an environment's text drawing is shown, else the
-      numbers of its observation.
-    - parse: the name of a function (text) -> action, or None if there is no action.
+    - render: "rgb_array" shows the environment's drawing. Any other value names a function (observation) -> text or
+      image. By default an environment's text drawing is shown, or its observation: as an image if it is one, else its
+      numbers.
+    - frames: most images of a turn, those of its last steps (default 1).
+    - action_chunk: most actions of a turn (default 1). They are stepped in order until the episode is done.
+    - parse: the name of a function (text) -> action, or None if there is no action. With action_chunk it returns a list
+      of actions.
     - action_names: names of finitely many actions, in order.
     - on_invalid: "ask" (default) describes the possible actions and costs a turn. "end" ends the episode. Vectorised
-      environments always end it.
+      environments always end it. They step all episodes together, so a turn there needs exactly action_chunk actions.
     """
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         options = dict(factory.options)
         refuse_unknown_options(options, OPTIONS)
+        self.draws = options.get("render") == DRAWING
         self.make: Mapping[str, Any] = options.get("make") or {}
         self.names: Sequence[str] = options.get("action_names") or ()
-        self.render = _function(options, "render")
+        self.render = None if self.draws else _function(options, "render")
         self.parse = _function(options, "parse")
+        self.action_chunk, self.frames = _count(options, "action_chunk"), _count(options, "frames")
+        if self.frames > self.action_chunk:
+            raise ConfigError(
+                f"env.options: frames is {self.frames} and action_chunk {self.action_chunk}; expected at most "
+                "action_chunk frames, as the model still sees those of earlier turns"
+            )
         self.asks = options.get("on_invalid", "ask") == "ask"
         self.prompt_key = factory.prompt_key
 
-    def first(self, row: Row, shown: str, action_space: Any) -> Opening:
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The environment's arguments."""
+        return {"render_mode": DRAWING, **self.make} if self.draws else self.make
+
+    def require_drawing(self, environment: Any) -> None:
+        """Raises ConfigError if the environment has no drawing but `render` asks for one."""
+        modes = [*(getattr(environment, "metadata", None) or {}).get("render_modes", ())]
+        if self.draws and DRAWING not in modes:
+            raise ConfigError(
+                f"env.options.render is {DRAWING}, but the environment draws {', '.join(modes) or 'nothing'}; expected "
+                f"{DRAWING} among its render_modes, or a function (observation) -> image"
+            )
+
+    def first(self, row: Row, shown: Shown, action_space: Any) -> Opening:
         """Returns the row's prompt with the observation. Without a prompt, a description of the actions follows the
         observation."""
         prompt = row.get(self.prompt_key)
         if not prompt:
-            return f"{shown}\n{action_help(action_space, self.names)}"
-        return with_shown(prompt, shown)
+            return shown.as_observation(after=self.help(action_space))
+        if isinstance(prompt, str):
+            return shown.as_observation(before=prompt)
+        return [*prompt, *as_messages(shown.as_observation())]
 
-    def parser(self, action_space: Any) -> Callable[[str], Any]:
-        return self.parse or default_parse(action_space, self.names)
+    def help(self, action_space: Any) -> str:
+        return action_help(action_space, self.names, self.action_chunk)
+
+    def shown(self, observation: Any, space: Any, drawing: Callable[[], Any]) -> Shown:
+        """Returns the part of an observation that the model sees. `space` is that of observations."""
+        if self.draws:
+            return Shown(text_beside(observation), (image_url(drawing()),))
+        if self.render is not None:
+            rendered = self.render(observation)
+            return Shown("", (image_url(rendered),)) if is_image(rendered) else Shown(str(rendered))
+        if is_of_pixels(space):
+            return Shown("", (image_url(observation),))
+        return Shown(observation_text(observation))
+
+    def parser(self, action_space: Any) -> Callable[[str], Sequence[Any] | None]:
+        """Returns the function from a text to its actions, in order. It returns None if there is none."""
+        parse, most = self.parse, self.action_chunk
+        if parse is None:
+            return default_parse_all(action_space, self.names, most)
+
+        def parsed(text: str) -> Sequence[Any] | None:
+            found = parse(text)
+            if found is None or most == 1:
+                return None if found is None else [found]
+            if not 0 < len(found) <= most:
+                raise BadAnswer(f"env.options.parse returned {len(found)} actions; expected 1 to {most}, or None")
+            return [*found]
+
+        return parsed
+
+
+def _count(options: Mapping[str, Any], key: str) -> int:
+    count = options.get(key, 1)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"env.options.{key} is {count!r}; expected a whole number, at least 1")
+    return count
+
+
+def last_frames(shown: Sequence[Shown]) -> Shown:
+    """Returns the observation after several steps: the images of all, and the text of the last."""
+    return Shown(shown[-1].text, tuple(image for one in shown for image in one.images))
 
 
 def _function(options: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
@@ -184,33 +323,46 @@ def seed_of(row: Row, seed: int) -> int:
 class GymnasiumEpisode:
     """One episode. The row's column `reset_options` is passed to the reset."""
 
-    def __init__(self, build: Build, texts: Texts) -> None:
-        self.texts = texts
-        self.environment = build(**texts.make)
-        draws_text = "ansi" in self.environment.metadata.get("render_modes", ())
-        if draws_text and texts.render is None and "render_mode" not in texts.make:
+    def __init__(self, build: Build, options: TurnOptions) -> None:
+        self.options = options
+        self.environment = build(**options.arguments)
+        options.require_drawing(self.environment)
+        if "render_mode" not in options.arguments and options.render is None and self._draws_text:
             self.environment.close()
-            self.environment = build(**texts.make, render_mode="ansi")
-        self.parse = texts.parser(self.environment.action_space)
+            self.environment = build(**options.make, render_mode="ansi")
+        self.parse = options.parser(self.environment.action_space)
+
+    @property
+    def _space(self) -> Any:
+        return getattr(self.environment, "observation_space", None)
+
+    @property
+    def _draws_text(self) -> bool:
+        return "ansi" in self.environment.metadata.get("render_modes", ()) and not is_of_pixels(self._space)
 
     def reset(self, row: Row, seed: int) -> Opening:
         observation, _ = self.environment.reset(seed=seed_of(row, seed), options=row.get("reset_options"))
-        return self.texts.first(row, self._shown(observation), self.environment.action_space)
+        return self.options.first(row, self._shown(observation), self.environment.action_space)
 
     def step(self, action: Action) -> StepResult:
         chosen = self.parse(action.text)
         if chosen is None:
-            expected = action_help(self.environment.action_space, self.texts.names)
-            return StepResult(expected, done=not self.texts.asks, info={"invalid_actions": 1})
-        observation, reward, terminated, truncated, info = self.environment.step(chosen)
-        return StepResult(self._shown(observation), float(reward), bool(terminated or truncated), _numbers_of(info))
+            expected = self.options.help(self.environment.action_space)
+            return StepResult(expected, done=not self.options.asks, info={"invalid_actions": 1})
+        total, seen, info = 0.0, list[Shown](), dict[str, Any]()
+        for number, one in enumerate(chosen, start=1):
+            observation, reward, terminated, truncated, info = self.environment.step(one)
+            total += float(reward)
+            if terminated or truncated:
+                return StepResult(reward=total, done=True, info=_numbers_of(info))
+            if number > len(chosen) - self.options.frames:
+                seen.append(self._shown(observation))
+        return StepResult(last_frames(seen).as_observation(), total, False, _numbers_of(info))
 
-    def _shown(self, observation: Any) -> str:
-        if self.texts.render is not None:
-            return str(self.texts.render(observation))
-        if getattr(self.environment, "render_mode", None) == "ansi":
-            return without_colours(self.environment.render())
-        return observation_text(observation)
+    def _shown(self, observation: Any) -> Shown:
+        if getattr(self.environment, "render_mode", None) == "ansi" and self.options.render is None:
+            return Shown(without_colours(self.environment.render()))
+        return self.options.shown(observation, self._space, lambda: self.environment.render())
 
     def close(self) -> None:
         self.environment.close()
@@ -220,12 +372,13 @@ class VectorGymnasium:
     """A batch in a vector environment of the same size. Finished episodes are stepped with any action, as Gymnasium
     requires, and their results are ignored. Unless `seeds_each`, the first seed is used for all."""
 
-    def __init__(self, make: Callable[[int], Any], texts: Texts, *, seeds_each: bool) -> None:
+    def __init__(self, make: Callable[[int], Any], options: TurnOptions, *, seeds_each: bool) -> None:
         self.make = make
-        self.texts = texts
+        self.options = options
         self.seeds_each = seeds_each
         self.environment = make(1)
-        self.parse = texts.parser(self.environment.single_action_space)
+        options.require_drawing(self.environment)
+        self.parse = options.parser(self.environment.single_action_space)
 
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[Opening]:
         if self.environment.num_envs != len(rows):
@@ -234,39 +387,63 @@ class VectorGymnasium:
         own_seeds = [seed_of(row, seed) for row, seed in zip(rows, seeds, strict=True)]
         observations, _ = self.environment.reset(seed=own_seeds if self.seeds_each else own_seeds[0])
         space = self.environment.single_action_space
-        shown = [self._shown(observations, index) for index in range(len(rows))]
-        return [self.texts.first(row, text, space) for row, text in zip(rows, shown, strict=True)]
+        shown = self._shown(observations, range(len(rows)))
+        return [self.options.first(row, shown[index], space) for index, row in enumerate(rows)]
 
     def step(self, actions: Sequence[Action | None]) -> Sequence[StepResult | None]:
+        chosen = {index: self.parse(action.text) for index, action in enumerate(actions) if action is not None}
+        playing = {index: taken for index, taken in chosen.items() if taken and len(taken) == self.options.action_chunk}
+        results = {index: StepResult(done=True, info={"invalid_actions": 1}) for index in chosen.keys() - playing}
+        totals = dict.fromkeys(playing, 0.0)
+        seen: dict[int, list[Shown]] = {index: [] for index in playing}
+        for number in range(self.options.action_chunk):
+            if not playing:
+                break
+            stepped = {index: taken[number] for index, taken in playing.items()}
+            observations, rewards, terminated, truncated, _ = self.environment.step(self._stacked(stepped, actions))
+            for index in stepped:
+                totals[index] += float(rewards[index])
+                if terminated[index] or truncated[index]:
+                    results[index] = StepResult(reward=totals[index], done=True, info={"invalid_actions": 0})
+                    del playing[index]
+            if number >= self.options.action_chunk - self.options.frames:
+                for index, shown in self._shown(observations, playing).items():
+                    seen[index].append(shown)
+        for index in playing:
+            after = last_frames(seen[index]).as_observation()
+            results[index] = StepResult(after, totals[index], False, {"invalid_actions": 0})
+        return [results.get(index) for index in range(len(actions))]
+
+    def _stacked(self, stepped: Mapping[int, Any], actions: Sequence[Action | None]) -> Any:
+        """Returns an action for each episode: any action for those that do not step."""
         import numpy as np
 
-        chosen = [None if action is None else self.parse(action.text) for action in actions]
         space = self.environment.single_action_space
         any_action = space.sample() if not hasattr(space, "n") else int(getattr(space, "start", 0))
-        stepped = np.stack([any_action if one is None else one for one in chosen])
-        observations, rewards, terminated, truncated, _ = self.environment.step(stepped)
+        return np.stack([stepped.get(index, any_action) for index in range(len(actions))])
 
-        def result(index: int) -> StepResult:
-            if chosen[index] is None:
-                return StepResult(done=True, info={"invalid_actions": 1})
-            done = bool(terminated[index] or truncated[index])
-            return StepResult(self._shown(observations, index), float(rewards[index]), done, {"invalid_actions": 0})
-
-        return [None if action is None else result(index) for index, action in enumerate(actions)]
-
-    def _shown(self, observations: Any, index: int) -> str:
-        observation = _of_one(observations, index)
-        return observation_text(observation) if self.texts.render is None else str(self.texts.render(observation))
+    def _shown(self, observations: Any, indices: Iterable[int]) -> dict[int, Shown]:
+        """Returns the observations of some episodes. All are drawn at once, if they are drawn."""
+        drawings = self.environment.render() if self.options.draws else ()
+        space = getattr(self.environment, "single_observation_space", None)
+        found = {}
+        for index in indices:
+            found[index] = self.options.shown(
+                _of_one(observations, space, index), space, partial(getitem, drawings, index)
+            )
+        return found
 
     def close(self) -> None:
         self.environment.close()
 
 
-def _of_one(observations: Any, index: int) -> Any:
+def _of_one(observations: Any, space: Any, index: int) -> Any:
+    """Returns the observation of one episode. `space` is that of a single observation."""
+    within = getattr(space, "spaces", None)
     if isinstance(observations, Mapping):
-        return {name: _of_one(value, index) for name, value in observations.items()}
-    if isinstance(observations, tuple):
-        return tuple(_of_one(value, index) for value in observations)
+        return {name: _of_one(value, (within or {}).get(name), index) for name, value in observations.items()}
+    if isinstance(observations, tuple) and within is not None:
+        return tuple(_of_one(value, of_value, index) for value, of_value in zip(observations, within, strict=True))
     return observations[index]
 
 

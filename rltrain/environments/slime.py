@@ -15,6 +15,7 @@ from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
 from rltrain.environments.convention import Build, parameters_of
+from rltrain.environments.encoding import BadAnswer
 from rltrain.environments.interface import Action, Environment, Opening, Row, StepResult, TokenIds, Trajectory
 from rltrain.environments.one_by_one import one_by_one
 from rltrain.rewards.slime_sample import SlimeSample, SlimeStatus
@@ -73,6 +74,10 @@ class Episode:
 ENGINE = "rltrain.engine"
 """The host of the router if the engine samples for the episode. It is not a valid network name."""
 NUM_AT_ONCE = 1 << 16
+NO_IMAGES = (
+    "expected none, as turns in token ids have no images. Environments with chat messages can show them "
+    "(docs/environments.md)"
+)
 POST_TIMEOUT_S = 600.0
 
 
@@ -195,6 +200,8 @@ def _certificates() -> ssl.SSLContext:
 
 
 async def _generate(payload: Mapping[str, Any]) -> Any:
+    if payload.get("image_data"):
+        raise BadAnswer(f"posted image_data; {NO_IMAGES}")
     texts = _TEXTS.get()
     ids = payload["input_ids"] if "input_ids" in payload else texts.encode(payload["text"])
     turn = await draw(ids, payload.get("sampling_params"))
@@ -307,6 +314,8 @@ class SlimeGenerate:
         return StepResult(reward=mean, done=True, trajectories=trajectories)
 
     def _trajectory(self, sample: Any) -> Trajectory:
+        if getattr(sample, "multimodal_inputs", None) or getattr(sample, "multimodal_train_inputs", None):
+            raise BadAnswer(f"returned a sample with multimodal inputs; {NO_IMAGES}")
         reward = sample.reward
         if isinstance(reward, Mapping):
             reward = reward[self.args.reward_key or "score"]

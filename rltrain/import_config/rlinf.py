@@ -26,6 +26,7 @@ from rltrain.import_config.translation import (
     set_steps,
     sort_out,
 )
+from rltrain.import_config.vision import column_of, refuse_action_heads, set_vision
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."
@@ -68,6 +69,7 @@ logs only: profiler.*
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     """Translates a config of RLinf into `out`."""
+    refuse_action_heads(keys, "actor.model.model_type", "rollout.model.model_type")
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
@@ -87,6 +89,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = ("runner.max_steps", "runner.max_epochs")
     set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
     _guard(keys, out)
+    set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
     sort_out(keys, HARMLESS, out)

@@ -51,6 +51,7 @@ from rltrain.import_config.translation import (
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
+from rltrain.import_config.vision import set_vision
 
 # Keys of SkyRL without influence on results, by pattern, with the reason.
 
@@ -154,6 +155,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     steps = keys.first("max_training_steps", "num_steps")[1]
     epochs = None if keys.get("num_steps") not in NOTHING else keys.get("num_epochs", 1)
     set_steps(out, rows, steps, epochs, ("num_steps, max_training_steps", "num_epochs"))
+    set_vision(out)
     sort_out(keys, SFT_HARMLESS, out)
 
 
@@ -299,6 +301,7 @@ def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
 
 SECTIONS = ("trainer", "generator", "environment", "data", *SFT_SECTIONS)
 LABEL = "reward_spec.ground_truth"
+SEES = G + "vision_language_generator"
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
@@ -322,6 +325,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     _engine(keys, out)
     named = (T + "max_training_steps", T + "epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
+    set_vision(out, key=SEES, sees=keys.truth(SEES, False))
     sort_out(keys, HARMLESS, out)
 
 

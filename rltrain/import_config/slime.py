@@ -36,6 +36,7 @@ from rltrain.import_config.translation import (
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
+from rltrain.import_config.vision import column_in_json, set_vision
 
 # Flags of slime without influence on results, by pattern, with the reason.
 
@@ -112,6 +113,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_evaluation(keys, out)
         set_engine(keys, out)
     _dropout(keys, out)
+    set_vision(out, column_in_json(keys, out, "multimodal-keys"), "multimodal-keys")
     set_steps(
         out, rows, keys.get("num-rollout"), keys.get("num-epoch"), ("--num-rollout", "--num-epoch"), name="num-rollout"
     )

@@ -303,6 +303,13 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     return keys
 
 
+def _with_program(words: Sequence[str]) -> dict[str, Any]:
+    """Returns `_overrides`, with a program given as a relative file like one given as a module."""
+    files = [Path(word) for word in words if word.endswith(".py") and "=" not in word]
+    module = [".".join(file.with_suffix("").parts) for file in files if not file.is_absolute()]
+    return ({"-m": module[0]} if module else {}) | _overrides(words)
+
+
 OPTIONS = {
     "-m": "-m",
     "--config-name": "--config-name",
@@ -330,7 +337,7 @@ FRAMEWORKS = {
         *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
     ),
     "skyrl": Framework(
-        *("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
+        *("SkyRL", _with_overrides(skyrl.SECTIONS), _with_program, skyrl.translate),
         marks=("skyrl.", "skyrl_train.", "trainer.policy.", "trainer.algorithm.", "trainer.placement.", "generator."),
     ),
     "rlinf": Framework(

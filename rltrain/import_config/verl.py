@@ -45,6 +45,7 @@ from rltrain.import_config.verl_learning import (
     set_teacher,
     slices_of,
 )
+from rltrain.import_config.vision import set_pixels, set_vision
 
 # Keys of verl without influence on results, by pattern, with the reason.
 
@@ -70,7 +71,7 @@ speed or memory only: data.*num_workers data.filter_overlong_prompts_workers dat
     actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.*.use_torch_compile
     actor_rollout_ref.*.entropy_*
 code in checkpoints is never run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
-prompts are text: data.image_patch_size data.image_key
+the checkpoint's processor has the size of patches: data.image_patch_size
 longer prompts than data.max_prompt_length are left out: data.truncation
 all rows are evaluated: data.validation_shuffle
 choice of the trainer: model_engine
@@ -111,7 +112,6 @@ mini-batches keep the order of prompts: actor_rollout_ref.actor.shuffle
 given by clip_ratio_low and clip_ratio_high: actor_rollout_ref.actor.clip_ratio
 only for loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
 logs only: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
-no vision tower: actor_rollout_ref.actor.freeze_vision_tower
 given by optim.clip_grad: actor_rollout_ref.actor.grad_clip
 settings of other losses: actor_rollout_ref.actor.policy_loss.*
 speed or memory only: actor_rollout_ref.ref.*
@@ -205,6 +205,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     steps = count(warmup) if warmup not in NOTHING and count(warmup) >= 0 else round(ratio * out.get("steps"))
     if steps:
         out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
+    set_vision(out, keys.get(IMAGES), IMAGES)
     sort_out(keys, SFT_HARMLESS, out)
 
 
@@ -279,7 +280,16 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if out.get("algorithm") == "ppo":
         set_critic(keys, out)
     set_teacher(keys, out)
+    _vision(keys, out)
     sort_out(keys, HARMLESS, out)
+
+
+def _vision(keys: SourceKeys, out: Translation) -> None:
+    """Sets the tower and the images of rows. verl's default of data.image_key counts only for models that see."""
+    set_vision(out, keys.get(IMAGES), IMAGES, frozen=FROZEN if keys.truth(FROZEN, False) else None)
+    set_pixels(keys, out, "data.", "data.mm_processor_kwargs.")
+    if keys.get("data.video_key", "videos") != "videos":
+        out.differs("data.video_key", keys.get("data.video_key"), "give the frames of videos as images")
 
 
 def _steps(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
@@ -355,6 +365,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
 
 
 SEPARATE = "trainer.v1.separate_async."
+IMAGES, FROZEN = "data.image_key", A + "freeze_vision_tower"
 
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:

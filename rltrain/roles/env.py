@@ -15,6 +15,7 @@ from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import SIBLINGS_APART
+from rltrain.data.images import Context
 from rltrain.data.prompts import PromptDataset
 from rltrain.environments.agent import SESSION
 from rltrain.environments.batch import EnvironmentFactory, EpisodeEvent, EpisodeLimits
@@ -220,6 +221,8 @@ class EpisodeSessions:
         self._tools = next(iter(self._places.values()))["tools"] if env else ()
         """Tools that the chat template describes to the model."""
         self._chat = self._chat_format() if env else None
+        self.step = 0
+        """The step of the present task."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -264,12 +267,19 @@ class EpisodeSessions:
             "wait_for": lambda come, what: poll(self.job.waiter, come, what, [*self._places]),
             "number_of": (lambda sample: -1 - sample) if plan else (lambda sample: sample),
             "overlaps": self.job.config.env.overlap,
+            "keep_images": self._keep_images,
         }
         if self._tools:
             settings["own_prompt"] = lambda row: dataset[row].prompt
         if self.job.config.env.agent is None:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
+
+    def _keep_images(self, context: Context) -> None:
+        """Decodes the images of an observation, and holds them for this rank until the end of the step."""
+        assert self.job.decoder is not None, "images are placed with model.vision only"
+        sources = dict.fromkeys(context.sources, "an observation")
+        self.job.decoder.hold([image.key for image in context.images], lambda: sources, self.step)
 
     def _feed(self, engine: Engine, mailbox: EngineMailbox | None = None) -> EngineFeed | None:
         """Returns the turns requested by agents, or None without an agent. Only the engine's first rank has a
@@ -336,7 +346,9 @@ class EpisodeSessions:
             return None
         tools = self._tools
         ends, options = encoder.named_ends, encoder.template_options
-        chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=ends, template_options=options)
+        chat = ChatFormat(
+            encoder.tokenizer, tools=tools, end_tokens=ends, template_options=options, images=encoder.images
+        )
         chat.require_tools()
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))
         if chat.continuability.notice and job.world.rank == job.leader_of("rollout"):

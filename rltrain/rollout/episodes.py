@@ -1,19 +1,22 @@
 """The time between two turns of a conversation: its environment answers, and its sample continues or ends."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Protocol
 
 from rltrain.data.chat_format import ChatFormat
 from rltrain.data.experience import SIBLINGS_APART
+from rltrain.data.image_parts import IMAGE, kind_of
+from rltrain.data.images import Context
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
 from rltrain.environments.engine_service import RemoteEnvironments
 from rltrain.environments.interface import Action, Message, Row, TokenIds, Trajectory
 from rltrain.environments.statistics import EpisodeStatistics, metrics
-from rltrain.errors import EpisodeError
+from rltrain.errors import DataError, EpisodeError
 from rltrain.models.vision import PlacedImage
 from rltrain.rollout.sample import Sample, SampleGroup, Status, mix64
 
@@ -232,12 +235,16 @@ Shown = str | Sequence[Message]
 
 
 class TurnFormat(Protocol):
-    def prompt(self, observation: Shown) -> tuple[int, ...]:
-        """Returns the token ids before the model's first turn."""
+    """The encoding of observations. Its methods raise EpisodeError if it cannot show an observation at all, and
+    Unusable if an image of it cannot be used."""
+
+    def prompt(self, observation: Shown) -> Context:
+        """Returns the token ids before the model's first turn, and their images."""
         ...
 
-    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        """Returns the token ids between the generated ids `turn` and the beginning of the next turn."""
+    def continuation(self, turn: Sequence[int], observation: Shown) -> Context:
+        """Returns the token ids between the generated ids `turn` and the beginning of the next turn, and their
+        images."""
         ...
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
@@ -251,11 +258,11 @@ class PlainText:
     def __init__(self, encoder: PromptEncoder) -> None:
         self.tokenizer = encoder.tokenizer
 
-    def prompt(self, observation: Shown) -> tuple[int, ...]:
-        return tuple(self.tokenizer(_text_of(observation))["input_ids"])
+    def prompt(self, observation: Shown) -> Context:
+        return Context(tuple(self.tokenizer(_text_of(observation))["input_ids"]))
 
-    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        return tuple(self.tokenizer(_text_of(observation), add_special_tokens=False)["input_ids"])
+    def continuation(self, turn: Sequence[int], observation: Shown) -> Context:
+        return Context(tuple(self.tokenizer(_text_of(observation), add_special_tokens=False)["input_ids"]))
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
         return Action(str(self.tokenizer.decode(list(turn), skip_special_tokens=True)), truncated=truncated)
@@ -267,18 +274,43 @@ class ChatTurns:
     def __init__(self, chat_format: ChatFormat, system_prompt: str | None) -> None:
         self.chat_format, self.system_prompt = chat_format, system_prompt
 
-    def prompt(self, observation: Shown) -> tuple[int, ...]:
+    def prompt(self, observation: Shown) -> Context:
         messages = _messages_of(observation)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return self.chat_format.prompt(messages).ids
+        with self._explained(messages):
+            return self.chat_format.prompt(messages)
 
-    def continuation(self, turn: Sequence[int], observation: Shown) -> tuple[int, ...]:
-        return self.chat_format.continuation(turn, _messages_of(observation)).ids
+    def continuation(self, turn: Sequence[int], observation: Shown) -> Context:
+        messages = _messages_of(observation)
+        with self._explained(messages):
+            return self.chat_format.continuation(turn, messages)
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
         said = self.chat_format.message_of(turn, mark=position)
         return Action(said.text, tuple(said.tool_calls), truncated)
+
+    @contextmanager
+    def _explained(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Raises EpisodeError for images without a model that sees. If the model sees, unusable images and texts with
+        its placeholders raise Unusable."""
+        shows = any(
+            kind_of(part) == IMAGE
+            for message in messages
+            if isinstance(message.get("content"), list | tuple)
+            for part in message["content"]
+        )
+        if shows and self.chat_format.images is None:
+            raise EpisodeError(
+                "an environment shows images, but model.vision is not set; set model.vision: {} for a vision-language "
+                "model, or let env.function show texts"
+            )
+        try:
+            yield
+        except DataError as error:
+            if self.chat_format.images is None:
+                raise
+            raise Unusable(f"its observation cannot be shown: {error}") from None
 
 
 def _messages_of(observation: Shown) -> list[Message]:
@@ -338,17 +370,20 @@ class EnvironmentEpisodes(Episodes):
         number_of: Callable[[int], int] = lambda sample: sample,
         overlaps: bool = True,
         own_prompt: Callable[[int], Shown] | None = None,
+        keep_images: Callable[[Context], None] = lambda context: None,
     ) -> None:
         """Sets up the episodes of one engine.
 
         `row_at` returns the data of a prompt row. `number_of` returns the number of a sample's episode. `wait_for`
         blocks until a condition holds; its second argument names the awaited event. `own_prompt` returns the beginning
         of a row whose environment shows none, encoded by `turn_format`. Without it samples already have their prompt.
+        `keep_images` makes the images of an observation available to the engine and to training. It raises DataError
+        for damaged images.
         """
         super().__init__([episode for of_rank in environments for episode in of_rank.going_on])
         self.environments, self.turn_format, self.limits = environments, turn_format, limits
         self.row_at, self.number_of, self.overlaps = row_at, number_of, overlaps
-        self._wait_for, self._own_prompt = wait_for, own_prompt
+        self._wait_for, self._own_prompt, self._keep_images = wait_for, own_prompt, keep_images
         self._own_prompts: dict[int, Shown] = {}
         """Prompts of episodes that have not begun yet, by episode."""
         self.statistics = EpisodeStatistics()
@@ -508,14 +543,24 @@ class EnvironmentEpisodes(Episodes):
             return self._turn_of_ids(sample, event.observation, event)
         if not sample.turns:
             return self._beginning(sample, event)
-        tokens = self.turn_format.continuation(sample.last_turn, event.observation or "")
-        return self._next_turn(sample, tokens, event.reward)
+        following = self.turn_format.continuation(sample.last_turn, event.observation or "")
+        return self._next_turn(sample, following, event.reward)
 
-    def _next_turn(self, sample: Sample, tokens: tuple[int, ...], reward: float, limit: int | None = None) -> Observed:
-        self._refuse_unknown_ids(tokens)
-        if len(sample.turns) >= self.limits.max_turns or not self.limits.has_room(sample, len(tokens)):
+    def _next_turn(self, sample: Sample, following: Context, reward: float, limit: int | None = None) -> Observed:
+        self._refuse_unknown_ids(following.ids)
+        if len(sample.turns) >= self.limits.max_turns or not self.limits.has_room(sample, len(following.ids)):
             return Observed(sample.id, Status.TRUNCATED, reward=reward)
-        return Observed(sample.id, tokens=tokens, reward=reward, max_turn_tokens=limit)
+        self._keep(following)
+        return Observed(sample.id, tokens=following.ids, images=following.images, reward=reward, max_turn_tokens=limit)
+
+    def _keep(self, context: Context) -> None:
+        """Keeps the images of a context for its sample. Raises Unusable for damaged images."""
+        if not context.images:
+            return
+        try:
+            self._keep_images(context)
+        except DataError as error:
+            raise Unusable(f"its observation cannot be shown: {error}") from None
 
     def _beginning(self, sample: Sample, event: EpisodeEvent) -> Observed:
         assert not isinstance(event.observation, TokenIds)
@@ -525,14 +570,15 @@ class EnvironmentEpisodes(Episodes):
             return Observed(sample.id)
         return self._begun(sample, self.turn_format.prompt(shown), None)
 
-    def _begun(self, sample: Sample, prompt: tuple[int, ...], limit: int | None) -> Observed:
-        if not 0 < len(prompt) <= self.limits.max_prompt_tokens:
+    def _begun(self, sample: Sample, prompt: Context, limit: int | None) -> Observed:
+        if not 0 < len(prompt.ids) <= self.limits.max_prompt_tokens:
             raise Unusable(
-                f"its prompt has {len(prompt)} tokens, tool descriptions included; expected 1 to "
+                f"its prompt has {len(prompt.ids)} tokens, tool descriptions included; expected 1 to "
                 f"{self.limits.max_prompt_tokens} (data.max_prompt_tokens)"
             )
-        self._refuse_unknown_ids(prompt)
-        return Observed(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
+        self._refuse_unknown_ids(prompt.ids)
+        self._keep(prompt)
+        return Observed(sample.id, Status.PENDING, prompt.ids, prompt.images, max_turn_tokens=limit)
 
     def _refuse_unknown_ids(self, tokens: Sequence[int]) -> None:
         """Raises Unusable if a token id has no embedding in the model."""
@@ -554,13 +600,18 @@ class EnvironmentEpisodes(Episodes):
 
     def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: EpisodeEvent) -> Observed:
         """Returns the answer of an environment that gave the token ids of the whole context for its next turn."""
+        if sample.images:
+            raise EpisodeError(
+                f"an environment asks for turns in token ids, but its row has {len(sample.images)} images; expected "
+                "rows without images, or an environment with chat messages"
+            )
         self._by_ids.add(event.episode)
         limit = self._turn_limit(wanted.sampling.get("max_new_tokens"))
         if not sample.turns:
-            return self._begun(sample, wanted.ids, limit)
+            return self._begun(sample, Context(wanted.ids), limit)
         context = sample.context
         if wanted.ids[: len(context)] == context:
-            return self._next_turn(sample, wanted.ids[len(context) :], event.reward, limit)
+            return self._next_turn(sample, Context(wanted.ids[len(context) :]), event.reward, limit)
         self._refuse_unknown_ids(wanted.ids)
         self._closed.setdefault(event.episode, []).append(sample)
         if len(wanted.ids) >= self.limits.max_context_tokens:

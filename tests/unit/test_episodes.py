@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.data.experience import FIELDS, SIBLINGS_APART, mini_batch_of
+from rltrain.data.images import Context
 from rltrain.environments.batch import EpisodeEvent, EpisodeFailure
 from rltrain.environments.interface import Action, Row, TokenIds, Trajectory
 from rltrain.errors import EpisodeError
@@ -281,10 +282,10 @@ class RandomEnvironments:
 class Letters:
     """A `TurnFormat` with letters as the tokens from 10 on."""
 
-    def prompt(self, observation: str) -> tuple[int, ...]:
-        return tuple(10 + ord(letter) - ord("a") for letter in observation)
+    def prompt(self, observation: str) -> Context:
+        return Context(tuple(10 + ord(letter) - ord("a") for letter in observation))
 
-    def continuation(self, turn: Sequence[int], observation: str) -> tuple[int, ...]:
+    def continuation(self, turn: Sequence[int], observation: str) -> Context:
         return self.prompt(observation)
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:

@@ -11,6 +11,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.data.images import Context
 from rltrain.environments.batch import EpisodeEvent
 from rltrain.environments.interface import Action, Row
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
@@ -115,11 +116,11 @@ class SleepingEnvironments:
 class Nothing:
     """A `TurnFormat` with one token for every observation."""
 
-    def prompt(self, observation: object) -> tuple[int, ...]:
-        return (1,)
+    def prompt(self, observation: object) -> Context:
+        return Context((1,))
 
-    def continuation(self, turn: Sequence[int], observation: object) -> tuple[int, ...]:
-        return (1,)
+    def continuation(self, turn: Sequence[int], observation: object) -> Context:
+        return Context((1,))
 
     def action(self, turn: Sequence[int], *, truncated: bool, position: int) -> Action:
         return Action("")
