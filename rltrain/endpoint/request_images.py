@@ -2,12 +2,16 @@
 
 import asyncio
 import hashlib
+import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
+from rltrain.config import schema
 from rltrain.data.chat_template import text_of
 from rltrain.data.image_parts import IMAGE, TEXT, kind_of
 from rltrain.data.images import DATA_URL, SHOWN_CHARS, ImageRules, ImageSource, source_of
@@ -17,7 +21,7 @@ from rltrain.runtime.image_files import ImageMissing, ImageStore
 
 # Messages with images.
 
-NO_IMAGES = "this endpoint takes no images: model.vision is not set, or the model has no vision tower"
+NO_IMAGES = "this endpoint takes no images: model.vision is not set, or rltrain serve has no --vision"
 HOLDERS = ("image_url", "image")
 """The keys of a part that may have the data URL of its image."""
 DETAILS = (None, "auto", "high")
@@ -142,3 +146,34 @@ class RequestImages:
         """Holds the images of an ended session in no further step."""
         with self._guard:
             self._keys.pop(session, None)
+
+
+# The images of a server outside of a job.
+
+PERIOD_S = 5.0
+CACHE_BYTES = 1e9
+"""Most bytes of decoded images that no session uses."""
+
+
+class ServedImages(RequestImages):
+    """The images of a server without steps of training. Its steps are periods of time, begun by `advance`."""
+
+    def __init__(self, store: ImageStore, rules: ImageRules) -> None:
+        super().__init__(store, rules, lambda: self.period)
+        self.period, self._began = 0, time.monotonic()
+
+    @classmethod
+    def open(cls, checkpoint: Path, config_key: str) -> Self:
+        """Opens a store for the images of a checkpoint's server. Raises UserError if the checkpoint has no usable image
+        processor, or if there is no folder for a store."""
+        rules = ImageRules.read(checkpoint, schema.Images(), config_key)
+        name = f"serve {secrets.token_hex(8)}"
+        return cls(ImageStore.open(name, 0, folder=None, keep_steps=1, cache_bytes=CACHE_BYTES), rules)
+
+    def advance(self) -> None:
+        """Removes the images of ended sessions, once in a while."""
+        if time.monotonic() - self._began < PERIOD_S:
+            return
+        self.period, self._began = self.period + 1, time.monotonic()
+        self.hold_again()
+        self.store.release_before(self.period)

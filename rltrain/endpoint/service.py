@@ -338,10 +338,14 @@ async def answer_to(session: Session, opening: Opening, asked: Asked, repetition
     If the same request is under way, waits briefly first. A client that reconnects may be read before the end of its
     first connection is noticed.
     """
-    await session.keep_images(opening)
-    if session.is_drawing(repetition):
-        await asyncio.sleep(NOTICE_S)
-    return session.answer(opening, asked, repetition)
+    try:
+        await session.keep_images(opening)
+        if session.is_drawing(repetition):
+            await asyncio.sleep(NOTICE_S)
+        return session.answer(opening, asked, repetition)
+    except RequestRefused:
+        session.drop_images()
+        raise
 
 
 async def wait_for(request: Request, answers: Sequence[Answer]) -> None:

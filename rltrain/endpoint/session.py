@@ -100,6 +100,11 @@ class Session:
         except DataError as error:
             raise invalid(f"messages: {error}", "messages") from error
 
+    def drop_images(self) -> None:
+        """Ends the use of the images of a request without a recorded session."""
+        if self._images is not None and not self.is_recorded:
+            self._images.forget(self.id)
+
     def answer(self, opening: Opening, asked: Asked, repetition: Repetition | None = None) -> Answer:
         """Starts the turns of a request and returns their answer.
 
@@ -268,6 +273,7 @@ class Session:
 
     def _settle(self, answer: Answer, is_taken: bool) -> None:
         self._open.discard(answer)
+        self.drop_images()
         for number in [number for number, claim in self._claims.items() if claim is answer]:
             del self._claims[number]
         if is_taken and self.ended_by is None:
@@ -409,7 +415,7 @@ class Sessions:
 
     def passing(self) -> Session:
         """Returns a session for a single request of a client without a session."""
-        return self._new("", None, None, is_recorded=False)
+        return self._new(f"request_{self._num_opened}", None, None, is_recorded=False)
 
     def is_owner(self, credential: str | None) -> bool:
         """Returns whether the credential may open sessions."""

@@ -5,7 +5,7 @@ import io
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from PIL import Image
 from rltrain.config import schema
 from rltrain.data.images import ImageRules
 from rltrain.data.tokenizer import load_tokenizer
-from rltrain.endpoint.request_images import RequestImages
+from rltrain.endpoint import request_images
+from rltrain.endpoint.request_images import RequestImages, ServedImages
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.image_files import ImageMissing, ImageStore
@@ -88,12 +89,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def opened(folder: Path) -> Iterator[ImageStore]:
+    with closing(ImageStore.open("test", 0, folder=str(folder), keep_steps=1, cache_bytes=0)) as store:
+        yield store
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageStore]:
-    folder = tmp_path_factory.mktemp("images")
-    opened = ImageStore.open("test", 0, folder=str(folder), keep_steps=0, cache_bytes=0)
-    yield opened
-    opened.close()
+    with opened(tmp_path_factory.mktemp("images")) as store:
+        yield store
 
 
 class Clock:
@@ -120,13 +125,14 @@ def seeing(checkpoint: Path, store: ImageStore, images: RequestImages) -> Iterat
 
 
 class Client:
-    """A client of a session."""
+    """A client of a session, or one with another token."""
 
-    def __init__(self, running: Endpoint) -> None:
+    def __init__(self, running: Endpoint, token: str | None = None) -> None:
         self.running, self.opened = running, running.server.open_session()
+        self.token = token or self.opened.token
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.opened.token}"}
+        headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.post(f"{self.running.url}/v1/{path}", json=body, headers=headers, timeout=20)
 
     def ask(self, *messages: dict[str, Any]) -> dict[str, Any]:
@@ -240,11 +246,37 @@ def test_images_are_held_as_long_as_their_session(
         store.release_before(clock.step)
         assert store.shape(sample.images[0].key) == (1, 56, 56)
     images.forget(client.opened.id)
-    clock.step += 1
-    images.hold_again()
-    store.release_before(clock.step)
+    for _ in range(3):
+        clock.step += 1
+        images.hold_again()
+        store.release_before(clock.step)
     with pytest.raises(ImageMissing):
         store.pixels(sample.images[0].key)
+
+
+def test_a_server_keeps_images_until_their_sessions_or_requests_end(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_images, "PERIOD_S", 0.0)
+    tokenizer, rules = load_tokenizer(checkpoint), ImageRules.read(checkpoint, schema.Images())
+    with opened(tmp_path) as store:
+        images, engine = ServedImages(store, rules), LookingEngine(store, tokenizer)
+        with endpoint(lambda text: "", drawn_by=engine, tokenizer=tokenizer, images=images) as running:
+            check_held_images(running, engine, images)
+
+
+def check_held_images(running: Endpoint, engine: LookingEngine, images: ServedImages) -> None:
+    client, passing, store = Client(running), Client(running, OWNER), images.store
+    client.ask(user(part("chat", png(picture(RED)))))
+    passing.ask(user(part("chat", png(picture(BLUE)))))
+    held, dropped = (sample.images[0].key for sample in engine.submitted)
+    for _ in range(3):
+        images.advance()
+    assert store.missing([held, dropped]) == [dropped]
+    images.forget(client.opened.id)
+    for _ in range(3):
+        images.advance()
+    assert store.missing([held]) == [held]
 
 
 # Refusals.
