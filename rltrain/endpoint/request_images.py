@@ -121,7 +121,7 @@ class RequestImages:
     async def keep(self, session: str, sources: Sequence[ImageSource]) -> None:
         """Waits until the images are decoded. Holds them until the end of the step, and in further steps by
         `hold_again` until `forget`. Raises DataError if one cannot be read."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._keep, session, sources)
+        await asyncio.wrap_future(self._threads.submit(self._keep, session, sources))
 
     def _keep(self, session: str, sources: Sequence[ImageSource]) -> None:
         for source in dict.fromkeys(sources):
