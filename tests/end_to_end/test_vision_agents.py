@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.counting_images import grpo, write_config
-from tests.support.jobs import column, read_records, train
+from tests.support.jobs import column, train
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS, SAMPLES = 2, 4, 4
