@@ -2,8 +2,8 @@
 
 python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
-Scripts without the training of a text model, or with a trainer out of scope, are listed and not counted (OUTSIDE). That
-depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
+Scripts without a training, on audio or video, or with a trainer out of scope, are listed and not counted (OUTSIDE).
+That depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
 without a counterpart prevent that, it is imported again with --allow-differences. The named model's config.json is a
 stand-in (stand_in_models.py), so no weights and no data are needed.
 """
@@ -45,7 +45,7 @@ REASONS = {
 }
 TRAINS = re.compile(r"^\s+(trainer\.\w+|data\.train_\w+|--rollout-batch-size)", re.MULTILINE)
 """Keys of a training, in a script without a readable launch."""
-SEES_OR_HEARS = re.compile(r"[-_/]vl[-_/]|[-_]vl$|glm-?4\.\d+v|minicpm-?o|omni|[-_]audio|[-_]video", re.IGNORECASE)
+HEARS = re.compile(r"minicpm-?o|omni|[-_]audio|[-_]video", re.IGNORECASE)
 BACKENDS = re.compile(r"veomni|torchtitan|automodel|megatron_lite|mlite|mindspeed|fsdp_turbo")
 """verl's trainers other than FSDP and Megatron."""
 FOR_NPUS = re.compile(r"^export \w*ASCEND", re.MULTILINE)
@@ -67,10 +67,9 @@ class Outcome:
     own_generator: bool = False
 
 
-def _of_pictures(keys: Keys) -> bool:
+def _of_sounds_or_films(keys: Keys) -> bool:
     names = [str(value) for key, value in keys.items() if key.endswith(("model.path", "model_path", "hf-checkpoint"))]
-    given = ("data.image_key", "data.video_key", "multimodal-keys", "generator.vision_language_generator")
-    return any(map(SEES_OR_HEARS.search, names)) or any(keys.get(key) for key in given)
+    return any(map(HEARS.search, names)) or bool(keys.get("data.video_key"))
 
 
 def _of_other_backends(keys: Keys) -> bool:
@@ -89,7 +88,7 @@ def _on_made_up_data(keys: Keys) -> bool:
 
 NPUS = "on NPUs"
 OUTSIDE: dict[str, Callable[[Keys], bool]] = {
-    "on images, audio or video": _of_pictures,
+    "on audio or video": _of_sounds_or_films,
     NPUS: lambda keys: str(keys.get("trainer.device", "")).strip("'\"") == "npu",
     "by a trainer other than FSDP and Megatron": _of_other_backends,
     "generates, and trains nothing": _draws_only,

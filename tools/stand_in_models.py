@@ -2,7 +2,8 @@
 
 stand_in_models.json has settings by family. For each model it has a pattern of the name, the family and further
 settings. Models in `first` have gated delta nets, or names that begin as others do. Qwen3.6 has Qwen3.5's shapes. A
-model with `text_of` is listed without its vision encoder.
+model with `text_of` is listed with the vision encoder of its family. A model in `seeing` has the text model of another
+name, and a vision encoder of `towers`.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 KNOWN: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
+    r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|glm-4\.\d+v|"
     r"nemotron(?!-mini)|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24])"
 )
 LATER_NEMOTRONS = "nemotron_h"
@@ -26,8 +27,36 @@ def _shapes(models: str) -> Iterator[tuple[str, dict[str, Any]]]:
         shape = {**KNOWN["families"].get(model.get("family"), {}), **model["config"]}
         if family := model.get("text_of"):
             tied, text = shape["tie_word_embeddings"], {**shape, "model_type": f"{family}_text"}
-            shape = {"model_type": family, "text_config": text, "tie_word_embeddings": tied}
+            shape = _seeing(family, text, KNOWN["towers"]["qwen3_5"], tied)
         yield model["name"], shape
+
+
+ROPES = {"qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20], "qwen3_5": [11, 11, 10]}
+"""Sections of the rotary embedding for time, height and width, by family."""
+
+
+def _seeing(family: str, text: dict[str, Any], tower: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """Returns the config of a model that sees."""
+    sections = ROPES[family.removesuffix("_moe")]
+    rope = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": family != "qwen2_5_vl"}
+    return {
+        "model_type": family,
+        "text_config": {**text, "rope_scaling": rope},
+        "vision_config": {**tower, "out_hidden_size": text["hidden_size"]},
+        "image_token_id": 151655,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _seeing_shape_of(lower: str) -> dict[str, Any] | None:
+    for model in KNOWN["seeing"]:
+        found = re.match(model["name"], lower)
+        if found:
+            text = dict(shape_of(model["text"].format(**found.groupdict())) or {})
+            towers = [*(KNOWN["towers"][name] for name in model["tower"]), model.get("config", {})]
+            tower = {key: value for one in towers for key, value in one.items()}
+            return _seeing(model["family"], text, tower, text["tie_word_embeddings"])
+    return None
 
 
 def shape_of(name: str) -> dict[str, Any] | None:
@@ -35,6 +64,7 @@ def shape_of(name: str) -> dict[str, Any] | None:
     None for an unknown name."""
     *folders, lower = [part for part in name.lower().replace("_", "-").split("/") if part]
     first = next((shape for pattern, shape in _shapes("first") if re.match(pattern, lower)), None)
+    first = first or _seeing_shape_of(lower)
     if first:
         return first
     other = re.search(OTHERS, lower)

@@ -286,9 +286,11 @@ class _Script:
             self.assume(f"the sourced file {shown(name)} was not found and left out")
             return None
         self.deeper()
+        before, self.variables.source = self.variables.source, str(path)
         try:
             self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))
         finally:
+            self.variables.source = before
             self.depth -= 1
         return True
 

@@ -188,6 +188,8 @@ class Variables:
         self.values: dict[str, Value] = {**environment}
         self.arguments = [*arguments]
         self.script = script
+        self.source = script
+        """The file that is read, or another one while it is sourced."""
         self.unset: set[str] = set()
         """Names used without a default and without a value."""
 
@@ -203,7 +205,7 @@ class Variables:
         if name == "#":
             return str(len(self.arguments))
         if name == "BASH_SOURCE":
-            return self.script
+            return self.source
         if name.isdigit():
             number = int(name)
             return self.script if number == 0 else self.arguments[number - 1] if number <= len(self.arguments) else None

@@ -224,11 +224,15 @@ def _backend(keys: SourceKeys, out: Translation) -> None:
 
 def _optimizer(keys: SourceKeys, out: Translation) -> None:
     set_betas(keys, out, "optim.betas")
-    key, decay = keys.first("optim.lr_scheduler_type", "optim.lr_decay_style", "optim.lr_scheduler", default="constant")
+    names = ("optim.lr_scheduler_type", "optim.lr_decay_style", "optim.lr_scheduler", "optim.warmup_style")
+    key, decay = keys.first(*names, default="constant")
     if str(decay) in DECAYS:
         out.set("actor.optimizer.decay", str(decay), key)
     else:
         out.differs(key, decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
+    least = keys.get("optim.min_lr_ratio")
+    if least not in NOTHING:
+        out.set("actor.optimizer.min_lr", real(least) * out.get("actor.optimizer.lr"), "optim.min_lr_ratio")
 
 
 # The RL trainer. Defaults are from verl/trainer/config (ppo_trainer.yaml).

@@ -187,6 +187,7 @@ QWEN3_VL = Family(
     rope_kinds=MROPE_KINDS,
     carried=("model.visual.",),
     built_as="qwen3",
+    sglang=True,
 )
 
 FAMILIES = {
@@ -278,7 +279,6 @@ FAMILIES = {
         SWITCHED,
         table=replace(LLAMA, vision=QWEN2_5_VL_TOWER),
         qkv_bias=True,
-        sglang=False,
         nested="text_config",
         nested_optional=True,
         files=NamesInFiles(tower=TOWER_PREFIX),
@@ -305,6 +305,7 @@ FAMILIES = {
 PREDICTIONS = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
 TOWERS = tuple(name for name, family in FAMILIES.items() if family.tower)
 """Families with a vision tower."""
+TURNED = tuple(name for name, family in FAMILIES.items() if family.turns_experts)
 SERVED_BY_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sglang)
 UNTOLD_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.tells_samples)
 BIASED_ROUTERS = tuple(name for name, family in FAMILIES.items() if family.chooses_by_bias)

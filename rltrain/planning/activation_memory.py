@@ -58,7 +58,7 @@ def kept_inputs(job: PlannedJob, role: str, sparse: bool) -> KeptInputs:
     lora = job.config.model.lora
     if lora is None or not learns_adapters(job, role):
         return KeptInputs(None, drops=False)
-    layer = layer_of(job.architectures[role].adapted(lora.rank, lora.targets), LayerKind(sparse))
+    layer = layer_of(job.architectures[role].adapted(lora.rank, lora.targets, vision=lora.vision), LayerKind(sparse))
     halves = (row for row in (*layer.rows, *layer.experts) if row.megatron.endswith(ADAPTER_A))
     between = {row.megatron.removeprefix(LAYER).removesuffix(ADAPTER_A): lora.rank * len(row.parts) for row in halves}
     return KeptInputs(between, drops=lora.dropout > 0)

@@ -212,10 +212,11 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
 def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
     """Returns a line per task of a step in the middle of the run, then the step, and the waiting share of each role's
     ranks."""
+    images = f" ({digits(workload.image_tokens)} of images)" if workload.image_tokens else ""
     source = f"measured by {calibrated}" if calibrated else "assumed efficiencies: rltrain/planning/hardware.py"
     lines = [
-        f"assumed: prompts of {digits(workload.prompt)} tokens, responses of {digits(workload.response)}, the longest "
-        f"of {digits(workload.longest_response)}; {source}"
+        f"assumed: prompts of {digits(workload.prompt)} tokens{images}, responses of {digits(workload.response)}, the "
+        f"longest of {digits(workload.longest_response)}; {source}"
     ]
     rows = [["task", "on", "of a step"]]
     for (task, roles), taken in step.tasks.items():

@@ -7,6 +7,7 @@ from math import ceil
 from rltrain.models import Architecture
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, Gpu
+from rltrain.planning.images import store_bytes, with_images
 from rltrain.planning.optimizer_memory import (
     gathered_bytes,
     held_elements,
@@ -115,7 +116,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         return {"weights": models * elements.total * item}
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
     learned, optimizer = learned_elements(job, role, stage), optimizer_bytes(job, role, stage)
-    frozen = elements.total if learns_adapters(job, role) else 0
+    frozen = elements.total - (0 if learns_adapters(job, role) else learned.total)
     held = learned.total
     if trained_settings(job, role).distributed_optimizer and replicas > 1:
         held = in_buffers(learned.dense, replicas) + in_buffers(learned.experts, expert_replicas)
@@ -220,7 +221,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         found["orthogonalizing"] = needed
     if job.grids[role].is_sharded:
         found["gathered weights"] = gathered_bytes(job, role, trains=trains)
-    return found
+    return with_images(job, role, stages[role], found, trains=trains)
 
 
 def _replaying(job: PlannedJob) -> tuple[str, ...]:
@@ -346,6 +347,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     found["engine"] = sum(
         (parts[role, "weights"] + parts.get((role, "base"), 0)) // _equal_on_node(job, role) for role in kept
     )
+    found["images, not pinned"] = store_bytes(job, tuple(stages))
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting
         found["evaluations, not pinned"] = waiting * parts["evaluation", "weights"]

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -69,25 +69,25 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     if role not in trained_roles():
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements * job.item_bytes}
-    frozen, lora = 0, job.config.lora_of(role)
+    lora, learned = job.config.lora_of(role), held_elements(learned_architecture(job, role), job.grids[role])
+    frozen = (elements - learned) * FP32  # a frozen vision tower
     if lora:
-        adapted = job.architectures[role].adapted(lora.rank, lora.targets)
+        adapted = job.architectures[role].adapted(lora.rank, lora.targets, vision=lora.vision)
         frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
-        elements = held_elements(adapted, job.grids[role])
     if getattr(job.config, role).optimizer.cpu_offload:
         return {"weights": 0, "master_weights": 0, "optimizer": 0, "gradients": 0}
     return {
-        "weights": frozen + elements * FP32,
+        "weights": frozen + learned * FP32,
         "master_weights": 0,
-        "optimizer": elements * FP32 * MOMENTS,
-        "gradients": elements * FP32,
+        "optimizer": learned * FP32 * MOMENTS,
+        "gradients": learned * FP32,
     }
 
 
 def gathered_bytes(job: PlannedJob, role: str, *, trains: bool) -> int:
-    """Returns the bytes of the weights that are whole at once, and of their fp32 gradients before they are reduced to
-    shards."""
-    layer, outside = whole_elements(job.architectures[role])
+    """Returns the bytes of the language model's weights that are whole at once, and of their fp32 gradients before they
+    are reduced to shards."""
+    layer, outside = whole_elements(replace(job.architectures[role], vision=None))
     if trains and not job.config.fsdp_of(role).reshard_after_forward:
         layers = job.architectures[role].num_layers
     else:
@@ -97,12 +97,13 @@ def gathered_bytes(job: PlannedJob, role: str, *, trains: bool) -> int:
 
 
 def gathering_s(job: PlannedJob, role: str, links: GridLinks, *, backward: bool) -> float:
-    """Returns the seconds of collectives per micro-batch.
+    """Returns the seconds of the language model's collectives per micro-batch.
 
     Weights are gathered for forward, and again for backward unless they stay. Gradients are reduced to shards and over
     the model's copies.
     """
-    elements = sum(prod(shape) for shape in canonical_tensors(job.architectures[role]).shapes)
+    texts = replace(job.architectures[role], vision=None)
+    elements = sum(prod(shape) for shape in canonical_tensors(texts).shapes)
     walks = 1 + (backward and job.config.fsdp_of(role).reshard_after_forward)
     seconds = walks * links.shard.gather(elements * job.item_bytes)
     if backward:
@@ -166,9 +167,12 @@ def learns_adapters(job: PlannedJob, role: str) -> bool:
 
 
 def learned_architecture(job: PlannedJob, role: str) -> Architecture:
-    """Returns the architecture of the trained weights: the role's model, or its adapters."""
-    architecture, lora = job.architectures[role], job.config.lora_of(role)
-    return architecture.adapted(lora.rank, lora.targets) if lora else architecture
+    """Returns the architecture of the trained weights: the role's model without a frozen vision tower, or its
+    adapters."""
+    architecture, lora, vision = job.architectures[role], job.config.lora_of(role), job.config.model.vision
+    if lora:
+        return architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
+    return replace(architecture, vision=None) if vision and not vision.train else architecture
 
 
 def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:

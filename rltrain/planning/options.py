@@ -108,6 +108,9 @@ def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object
     if config.model.recomputed.granularity == "full":
         yield "model.activation_offload", True
     yield "model.logits_chunk_tokens", CHUNK_TOKENS
+    if vision := config.model.vision:
+        yield "model.vision.max_patches", max(vision.max_patches // 4, 1)
+        yield "model.vision.recompute", True
     for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
         yield from ((f"{role}.micro_batch_tokens", fewer) for fewer in (tokens // 2, tokens // 4))
@@ -297,7 +300,8 @@ def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
     trained = values_of(records, "train/tokens")
     prompt = median(trained) / job.samples_per_step - median(response) if trained else assumed.prompt
     prompt = min(max(prompt, 1.0), job.config.data.max_prompt_tokens)
-    return Workload(prompt, median(response), median(longest))
+    images = assumed.image_tokens * prompt / assumed.prompt
+    return Workload(prompt, median(response), median(longest), images)
 
 
 def values_of(records: list[Record], metric: str) -> list[float]:

@@ -38,13 +38,19 @@ def longest_response(config: Config) -> int:
     return shape.longest_response or max(at_once - config.data.max_prompt_tokens, 1)
 
 
+IMAGES_OF_PROMPT = 0.5
+"""Assumed share of images in the tokens of a prompt, with model.vision."""
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Text lengths in tokens: means over the samples of a step, and its longest response."""
+    """Text lengths in tokens: means over the samples of a step, and its longest response. `image_tokens` of a prompt
+    are those of images."""
 
     prompt: float
     response: float
     longest_response: float
+    image_tokens: float = 0.0
 
     @property
     def sample(self) -> float:
@@ -55,10 +61,12 @@ class Workload:
         """Returns the given means, or half of the config's limits instead. Raises ConfigError if a mean exceeds its
         limit."""
         longest = longest_response(config)
+        tokens = _mean("--prompt-tokens", prompt, config.data.max_prompt_tokens)
         return cls(
-            prompt=_mean("--prompt-tokens", prompt, config.data.max_prompt_tokens),
+            prompt=tokens,
             response=_mean("--response-tokens", response, longest),
             longest_response=longest,
+            image_tokens=tokens * IMAGES_OF_PROMPT if config.model.vision else 0.0,
         )
 
 
@@ -256,7 +264,7 @@ class PlannedJob:
         lora, grid = self.config.model.lora, self.grids[role]
         if lora is None or not self.config.keeps_adapters_apart(role):
             return 0
-        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets)
+        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets, vision=lora.vision)
         return served_bytes(adapted, grid.tp, self.config.model.dtype, False, grid.ep)
 
     def served_bytes_of(self, role: str) -> int:

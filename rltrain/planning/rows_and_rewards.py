@@ -33,6 +33,9 @@ from rltrain.rewards.locating import found_command, unknown_function
 MOST_BYTES = 2 * 2**30
 """Most bytes of a source's files that are read. A dry run must take only seconds."""
 
+MEASURED = 64
+"""Number of rows whose images are measured."""
+
 
 def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[str]:
     """Returns a line for each source. `model` is the one of load_prompts.
@@ -67,6 +70,7 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
             lines += _counted(title, rows, source)
             if is_trained_on and not trained_on:
                 lines.append(f"  {shown_prompt(parsed[0], encoder)}")
+                lines += [f"  {_images(parsed, encoder)}"] if encoder.images else []
             if (same := same_tokens(parsed, encoder)) is not None:
                 lines.append(f"  {same}")
             trained_on += [(parsed, rows)] if is_trained_on else []
@@ -76,6 +80,19 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
         repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)
         lines += [repeated] if repeated else []
     return [part for line in lines for part in wrapped(line)]
+
+
+def _images(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str:
+    """Returns the images and their tokens in a prompt, on average over the first rows."""
+    assert encoder.images is not None
+    measured = [encoder.encode(rows[number].prompt, rows[number].tools) for number in range(min(len(rows), MEASURED))]
+    merge, num_rows = encoder.images.merge, len(measured)
+    images = [image for context in measured for image in context.images]
+    of_images = sum(image.num_tokens(merge) for image in images) / num_rows
+    return (
+        f"a prompt has {len(images) / num_rows:.3g} images with {of_images:.4g} of its "
+        f"{sum(len(context.ids) for context in measured) / num_rows:.4g} tokens, on average over {num_rows} rows"
+    )
 
 
 def _refuse_unknown_teachers(

@@ -109,7 +109,7 @@ class PlannedSync:
         if (lora := job.config.model.lora) and job.config.keeps_adapters_apart(self.role):
             architecture, grid = job.architectures["actor"], job.grids[self.role]
             beside = adapters_of_engine(job.config, architecture, grid, self.role).layout
-            adapted = architecture.adapted(lora.rank, lora.targets)
+            adapted = architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
             return Planner(self._layout_of(adapted, "actor"), beside, job.ranks_per_node)
         whole = whole_engine(job.config, job.architectures["actor"], job.grids[self.role], self.role)
         layouts = whole.filled_from(source)

@@ -1,7 +1,7 @@
 """Estimates the seconds of passes, optimizer steps and generation."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -18,6 +18,7 @@ from rltrain.models.flops import (
 )
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import Gpu, GridLinks
+from rltrain.planning.images import encoding_s
 from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.planning.optimizer_memory import (
     gathering_s,
@@ -80,12 +81,18 @@ class TrainingTime:
 
     def evaluating(self, share: float) -> float:
         """Returns the seconds of one forward pass over `share` of a step's samples."""
-        return self._passes(share, 1, self._micro_batch(backward=False))
+        return self._passes(share, 1, self._micro_batch(backward=False)) + self._encoding(share, trains=False)
 
     def accumulating(self, share: float) -> float:
         """Returns the seconds of the gradients of `share` of a step's samples."""
         batch = self.job.config.batch
-        return batch.epochs * self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
+        passes = self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
+        return batch.epochs * (passes + self._encoding(share, trains=True))
+
+    def _encoding(self, share: float, *, trains: bool) -> float:
+        """Returns the seconds of the vision tower. The samples of a group share their images."""
+        prompts = self.job.config.batch.prompts_per_step / self.grid.dp * share
+        return encoding_s(self.job, self.role, self.gpu, self.workload, prompts, trains=trains)
 
     def optimizer_steps(self) -> float:
         """Returns the seconds of all optimizer steps of a step: reducing gradients, updating and gathering weights.
@@ -287,6 +294,7 @@ def drawing(
     prompts = ceil(num / samples_per_prompt)
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
+    prefill += encoding_s(job, role, gpu, workload, prompts, trains=False)
     return prefill + num_steps * decode_step(job, gpu, workload, running, role)
 
 
@@ -306,7 +314,7 @@ def evaluating(
     role = "evaluation" if job.config.evaluates_apart else "rollout"
     longest = plan.sampling.max_response_tokens
     response = longest * workload.response / longest_response(job.config)
-    of_set = Workload(prompt=workload.prompt, response=response, longest_response=longest)
+    of_set = replace(workload, response=response, longest_response=longest)
     num = max(1.0, num_prompts * plan.samples_per_prompt / job.grids[role].dp)
     return drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)
 

@@ -9,7 +9,7 @@ from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
-from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, UNTOLD_FAMILIES
+from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, TOWERS, TURNED, UNTOLD_FAMILIES
 from rltrain.planning.problems import (
     adapted_model_problems,
     evaluated_text,
@@ -18,6 +18,7 @@ from rltrain.planning.problems import (
     refuse,
     url_problems,
 )
+from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.runtime.grid import Grid, planned_layers
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, drawing_roles, model_roles, served_roles, trained_roles
@@ -89,6 +90,11 @@ def served_mechanism_problems(config: Config, role: str, grid: Grid, architectur
             f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
             "supports; expected embedded"
         )
+    if architecture.vision is not None and grid.tp > 1:
+        yield (
+            f"{config.parallel_of(role)[1]}.tp: got {grid.tp} with {role}.engine sglang and model.vision; expected 1: "
+            "a weight sync sends the whole vision tower to every rank, but a server splits it"
+        )
 
 
 def _lacking_in_sglang(architecture: Architecture) -> str | None:
@@ -97,6 +103,7 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
     found = {
         "sliding windows": architecture.windows is not None,
         f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
+        "a vision tower, but no model.vision": architecture.family in TOWERS and architecture.vision is None,
         "biases in MLPs (mlp_bias)": architecture.mlp_bias,
         "dynamic RoPE scaling (SGLang scales short texts too)": isinstance(scaling, DynamicScaling),
         "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
@@ -108,8 +115,9 @@ def _lacking_in_sglang(architecture: Architecture) -> str | None:
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Yields the problems of the model of an engine. Servers at URLs are not checked."""
+    """Yields the problems of the model of an engine. Of servers at URLs, only the delivery of weights is checked."""
     if config.served(role).engine == "http":
+        yield from _delivery_problems(config, role, architecture)
         return
     if architecture.unlisted:
         path, key = config.checkpoint_of(role)
@@ -138,6 +146,23 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
             "over all of their ranks"
         )
     yield from _share_problems(parallel_key, grid, architecture)
+
+
+def _delivery_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Yields the problems of sending a model's weights to servers at URLs."""
+    vision, lora = config.model.vision, config.model.lora
+    if architecture.vision is not None and vision is not None and (lora.vision if lora else vision.train):
+        trained = "model.lora.vision" if lora else f"{VISION}.train"
+        yield (
+            f"{role}.engine: got http with {trained} true, but its servers keep the features of earlier images over "
+            f"weight syncs; expected embedded or sglang, or {trained}: false"
+        )
+    served = config.served(role)
+    if architecture.family in TURNED and (served.http.weights != "folder" or config.weight_sync.delta):
+        yield (
+            f"{role}.engine: got http with a model of {architecture.family}, whose files have experts in another form; "
+            f"expected {role}.http.weights: folder without weight_sync.delta, or embedded or sglang"
+        )
 
 
 def _share_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
@@ -368,10 +393,18 @@ def _problems_of_images(config: Config) -> Iterator[str]:
         )
     for role in (role for role in drawing_roles() if role in config.placed_roles):
         served = config.served(role)
-        if served.engine == "http":
-            yield f"{role}.engine: got http with {VISION}; expected embedded or sglang: servers get no images"
-        if served.engine == "sglang" and config.parallel_of(role)[0].tp > 1:
-            yield f"{role}.parallel.tp: got more than 1 for engine sglang with {VISION}; expected 1: it splits towers"
+        if served.engine == "http" and served.protocol in ("vllm", "openai"):
+            yield f"{role}.protocol: got {served.protocol} with {VISION}; expected auto or sglang, which takes images"
+
+
+def _first_layers_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Yields a problem if layers with features of a tower are not all in the first chunk of the first stage."""
+    needed = len(architecture.vision.deepstack) if architecture.vision else 0
+    if needed and not grid.is_sharded and (found := len(chunks_of(architecture, grid)[0][0].layers)) < needed:
+        yield (
+            f"{key}: the first pipeline stage begins with {found} layers, but the tower has features for the first "
+            f"{needed}; expected at least {needed}. Set layers_per_stage, or a smaller pp or vpp"
+        )
 
 
 # The settings of model.router_replay.
@@ -446,6 +479,7 @@ def check_against_architecture(
                 problems += trained_mechanism_problems(config, key, grids[role], architectures[role])
                 problems += _sharded_problems(config, role, grids[role], architectures[role])
                 problems += _slice_problems(config, key, grids[role], architectures[role])
+                problems += _first_layers_problems(key, grids[role], architectures[role])
                 problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
 

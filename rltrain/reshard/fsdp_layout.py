@@ -85,12 +85,12 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
 
 
 def _owner(tensor: str, architecture: Architecture) -> str:
-    """Returns the parameter of transformers' model for a checkpoint's tensor. The model includes the vision tower only
-    with model.vision."""
+    """Returns the parameter of transformers' model for a checkpoint's tensor. With model.vision the model is one for
+    images, even in a layout without its tower."""
     vision, decoder = architecture.vision, DECODER
     if vision and tensor.startswith(vision.prefix):
         return NESTED_TOWER_PREFIX + tensor.removeprefix(vision.prefix)
-    if vision and architecture.head == "vocabulary":
+    if architecture.mrope and architecture.head == "vocabulary":
         decoder = NESTED_PREFIX
     if tensor.startswith(architecture.decoder_prefix):
         tensor = decoder + tensor.removeprefix(architecture.decoder_prefix)

@@ -605,7 +605,7 @@ class ActorRole(TrainedRole):
                 adapters_folder(export),
                 self.model.adapted.parameters,
                 self.model.adapted.layout,
-                self.job.architecture.adapted(lora.rank, lora.targets),
+                self.job.architecture.adapted(lora.rank, lora.targets, vision=lora.vision),
                 lora,
                 group=group,
                 cpu_group=cpu_group,

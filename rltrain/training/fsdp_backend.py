@@ -21,6 +21,7 @@ from rltrain.tasks.roles import trained_roles
 from rltrain.training.adapters import MadeWeights
 from rltrain.training.backend import ModelSite, TrainingBackend
 from rltrain.training.fsdp_model import ShardedModel, layout_of_model, local_shard
+from rltrain.training.fsdp_vision import shown_in
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch
 from rltrain.training.shards import replica_of
@@ -35,9 +36,10 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
     Losses are summed, and gradients are summed over all ranks. Collective over: the role's ranks.
     """
     kept = []
-    for batch in micro_batches:
+    images = model.tower_pass(micro_batches, trains=backward)
+    for number, batch in enumerate(micro_batches):
         model.on_micro_batch(batch.lengths, backward)
-        found = model.outputs(batch)
+        found = model.outputs(batch, shown_in(images, number, batch, model.share))
         if batch.num_tokens:
             loss, of_batch = outputs(batch, found[: batch.num_rows])
             kept.append(of_batch)
@@ -45,6 +47,8 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
             loss = found[:0].sum()
         if backward:
             loss.backward()
+    if images is not None:
+        images.backward()
     return kept
 
 
@@ -234,7 +238,7 @@ class FsdpBackend(TrainingBackend):
         return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
 
     def layout_of_adapters(self, site: ModelSite, lora: Lora) -> Layout:
-        return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
+        return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets, vision=lora.vision), site.grid)
 
     def build(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> ShardedModel:
         trains_all = trains and lora is None
@@ -250,4 +254,5 @@ class FsdpBackend(TrainingBackend):
             on_host=trains_all and site.config.keeps_shards_on_host(site.role),
             lora=lora,
             seed=site.config.seed,
+            sight=site.sight(),
         )

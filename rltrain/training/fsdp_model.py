@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from rltrain.config import schema
 from rltrain.config.models import Lora
@@ -28,6 +37,9 @@ from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
 from rltrain.models.registry import FAMILIES
+from rltrain.models.table import NESTED_TOWER_PREFIX
+from rltrain.models.vision import Vision
+from rltrain.models.vision_tower import build_tower
 from rltrain.offload.device_memory import check_device, move_to_device
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
@@ -36,9 +48,17 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
 from rltrain.training.fsdp_attention import NAME, SEQUENCES, SequenceSlices, compute_packed, register, spread_heads
+from rltrain.training.fsdp_vision import (
+    ATTENTIONS,
+    ShardedTower,
+    VisionPolicy,
+    inputs_with_images,
+    positions_around_images,
+)
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
+from rltrain.training.vision import Shown, Sight, TowerPass, pieces_of
 
 # Low-rank adapters of transformers' experts. The experts' matrices are stacked in parameters of a layer.
 
@@ -126,11 +146,18 @@ class ShardedAdapters(AdapterMode):
     can move between backends.
     """
 
-    def __init__(self, module: torch.nn.Module, architecture: Architecture, settings: Lora, seed: int) -> None:
-        """Adds the adapters. Call it before `module` is sharded."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        architecture: Architecture,
+        settings: Lora,
+        seed: int,
+        tower: torch.nn.Module | None = None,
+    ) -> None:
+        """Adds the adapters to `module` and its vision `tower`. Call it before they are sharded."""
         super().__init__(settings.dropout, seed)
         self.scale = settings.scale
-        self.adapted = architecture.adapted(settings.rank, settings.targets)
+        self.adapted = architecture.adapted(settings.rank, settings.targets, vision=settings.vision)
         self.names: dict[str, str] = {}
         """Adapter names as in their layout, by the names of the module's parameters."""
         self.whole_a: dict[str, Tensor] = {}
@@ -145,11 +172,11 @@ class ShardedAdapters(AdapterMode):
             adapter = ShardedAdapter(shapes[name], shapes[other], self)
             if len(shapes[name]) == 3:
                 block, _, matrix = layer.rpartition(".")
-                compute_beside_adapters(module.get_submodule(_inside(module, block)), matrix, adapter, self)
+                compute_beside_adapters(_part(module, tower, block), matrix, adapter, self)
                 held = f"{block}.lora.{matrix}."
                 self.names |= {f"{held}a": name, f"{held}b": other}
                 continue
-            linear: Any = module.get_submodule(_inside(module, layer))
+            linear: Any = _part(module, tower, layer)
             linear.lora = adapter
             linear.register_forward_hook(self._add)
             self.names |= {layer + ADAPTER_A: name, layer + ADAPTER_B: other}
@@ -186,9 +213,11 @@ class ShardedAdapters(AdapterMode):
         return torch.cat(added, -2).mul_(self.scale).add_(weight.float()).to(weight.dtype)
 
 
-def _inside(module: torch.nn.Module, name: str) -> str:
-    """Returns the name of a transformers layer within `module`."""
-    return f"language_model.{name}" if hasattr(module, "language_model") else name
+def _part(module: torch.nn.Module, tower: torch.nn.Module | None, name: str) -> torch.nn.Module:
+    """Returns a layer by its name in transformers' whole model."""
+    if tower is not None and name.startswith(NESTED_TOWER_PREFIX):
+        return tower.get_submodule(name.removeprefix(NESTED_TOWER_PREFIX))
+    return module.get_submodule(f"language_model.{name}" if hasattr(module, "language_model") else name)
 
 
 # Rounded weights in transformers' experts.
@@ -233,7 +262,8 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, **arguments: Any) -> Tensor:
         """Returns scores, fp32 [1, rows]."""
-        hidden = getattr(self, self.prefix)(**arguments).last_hidden_state
+        decoder = getattr(self, self.prefix)
+        hidden = decoder(**inputs_with_images(decoder, **arguments)).last_hidden_state
         return hidden.float() @ self.score.weight[0].float()
 
 
@@ -253,20 +283,40 @@ class Policy(torch.nn.Module):
 def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) -> torch.nn.Module:
     """Returns the model with the head of `architecture`, its parameters in `dtype` on torch's meta device.
 
-    It is in eval mode, so it has no dropout.
+    It is in eval mode, so it has no dropout. It excludes the vision tower (`empty_tower`).
     """
     register()
-    family = FAMILIES.get(architecture.family)
-    kind: Any = CONFIG_MAPPING[family.built_as] if family and family.built_as else AutoConfig
-    config = kind.from_pretrained(folder)
+    config = _config(folder, architecture)
     with _parameters_without_memory():
         if architecture.head == "value":
             decoder = AutoModel.from_config(config.get_text_config(), dtype=dtype, attn_implementation=NAME)
             model: torch.nn.Module = ValueModel(decoder, architecture.hidden_size, dtype)
+        elif architecture.vision:
+            whole = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=ATTENTIONS)
+            model = VisionPolicy(whole)
         else:
             model = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
     _train_padding_tokens(model)
     return model.eval()
+
+
+def _config(folder: Path, architecture: Architecture) -> Any:
+    """Returns transformers' configuration of a checkpoint. Without its tower it may be one of the language model."""
+    family = None if architecture.vision else FAMILIES.get(architecture.family)
+    if family is None or family.built_as is None:
+        return AutoConfig.from_pretrained(folder)
+    kind: Any = CONFIG_MAPPING[family.built_as]
+    if family.nested is None:
+        return kind.from_pretrained(folder)
+    values = AutoConfig.from_pretrained(folder).get_text_config().to_dict() | {"model_type": family.built_as}
+    # Vision-language models with experts always normalise the routers' weights.
+    return kind(**values, **({"norm_topk_prob": True} if architecture.moe else {}))
+
+
+def empty_tower(folder: Path, vision: Vision, dtype: torch.dtype) -> torch.nn.Module:
+    """Returns the vision tower of a checkpoint, its parameters in `dtype` on torch's meta device, in eval mode."""
+    with _parameters_without_memory():
+        return build_tower(vision, folder, dtype, torch.device("cpu"))
 
 
 def checkpoint_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -341,8 +391,9 @@ class ShardedModel(PackedModel):
         on_host: bool = False,
         lora: Lora | None = None,
         seed: int = 0,
+        sight: Sight | None = None,
     ) -> None:
-        """Builds the sharded model without loaded weights.
+        """Builds the sharded model without loaded weights. Takes `sight` if the architecture has a vision tower.
 
         Trained shards are fp32 for every dtype of the computation: all with `trains`, only the adapters with `lora`.
         `seed` is for adapters. With `on_host` shards and gradients are on the host, and layers move to the device when
@@ -352,12 +403,21 @@ class ShardedModel(PackedModel):
         own = SimpleNamespace(**groups_of_rank(grid, groups), all=groups[grid.ranks])
         super().__init__(architecture, grid, own, layout, device, model)
         computed = self.dtype
-        self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
-        _check_parameters(self.module, architecture, folder)
-        self.module.requires_grad_(trains)
+        held = torch.float32 if trains else computed
+        self.module = empty_model(folder, architecture, held).requires_grad_(trains)
+        self.tower: ShardedTower | None = None
+        tower: torch.nn.Module | None = None
+        if architecture.vision is not None:
+            assert sight is not None, "the model has a vision tower"
+            tower = empty_tower(folder, architecture.vision, held).requires_grad_(trains and sight.settings.train)
+            self.tower = ShardedTower(tower, architecture.vision, sight, device)
+            if not sight.settings.train:
+                texts = replace(architecture, vision=None)
+                self.trained_layout = layout_of_model(texts, grid, dtype=model.dtype, trains=trains)
+        _check_parameters(self.named(), architecture, folder)
         if architecture.delta:
             compute_packed(self.module)
-        self.adapters = ShardedAdapters(self.module, architecture, lora, seed) if lora else None
+        self.adapters = ShardedAdapters(self.module, architecture, lora, seed, tower) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)
         if lora and isinstance(self.module, ValueModel):
@@ -367,7 +427,8 @@ class ShardedModel(PackedModel):
         if model.recomputed.granularity == "full":
             _recompute(self.module, model.recomputed)
         self.on_host = on_host
-        move_to_device(self.module, device)
+        for root in self._roots():
+            move_to_device(root, device)
         self._shard(fsdp, policy, CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy())
         check_device(self, device, parameters=torch.device("cpu") if on_host else None)
         if self.adapters:
@@ -388,13 +449,16 @@ class ShardedModel(PackedModel):
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Returns the sharded parameters, DTensors, by transformers' names, without adapters."""
         known = self.adapters.names if self.adapters else {}
-        return {name: parameter for name, parameter in checkpoint_names(self.module).items() if name not in known}
+        return {name: parameter for name, parameter in self._all_named().items() if name not in known}
+
+    def _all_named(self) -> dict[str, torch.nn.Parameter]:
+        return checkpoint_names(self.module) | (self.tower.named() if self.tower else {})
 
     def named_learned(self) -> dict[str, torch.nn.Parameter]:
         """Returns the trained parameters. Adapters have their names in checkpoints."""
         if self.adapters is None:
-            return self.named()
-        found = checkpoint_names(self.module)
+            return {name: parameter for name, parameter in self.named().items() if parameter.requires_grad}
+        found = self._all_named()
         learned = {name: found[own] for own, name in self.adapters.names.items()}
         return learned | {name: found[name] for name in self.adapters.heads}
 
@@ -404,14 +468,34 @@ class ShardedModel(PackedModel):
             return spread_heads(lengths, self.share, self.device, self.pg_collection.cp)
         return packed_rows(lengths, self.device, PackedRows)
 
-    def outputs(self, batch: MicroBatch) -> Tensor:
+    def tower_pass(self, batches: Sequence[MicroBatch], *, trains: bool) -> TowerPass | None:
+        """Encodes the images of the micro-batches. Returns None if there are none on any rank.
+
+        Ranks encode equally often, because each gathers the others' shards. Collective over: the role's ranks.
+        """
+        if self.tower is None:
+            return None
+        assert self.tower.store is not None, "a model with samples has a store of images"
+        with_fields = [batch for batch in batches if batch.experience.has("image_keys")]
+        own = len(pieces_of(self.tower.tower, with_fields, self.tower.store))
+        most = torch.tensor(own, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg_collection.all)
+        if not most:
+            return None
+        trains = trains and self.tower.is_trained
+        return TowerPass(self.tower.tower, with_fields, self.tower.store, trains=trains, num_pieces=int(most))
+
+    def outputs(self, batch: MicroBatch, shown: Shown | None = None) -> Tensor:
         """Returns logits or values of this rank's rows with padding, [rows, ...]. Collective over: the role's ranks."""
         sequences = self.sequences(batch.segments)
+        positions = sequences.positions[None]
+        images = {} if self.tower is None else {"shown": shown}
         found: Tensor = self.module(
             input_ids=batch.padded_tokens[None],
-            position_ids=sequences.positions[None],
+            position_ids=positions if self.tower is None else positions_around_images(batch, positions[0]),
             use_cache=False,
             **{SEQUENCES: sequences},
+            **images,
         )
         return found[0]
 
@@ -420,15 +504,19 @@ class ShardedModel(PackedModel):
 
     def give_up_gathered(self) -> None:
         """Frees whole weights left by a forward without backward. They are outdated once the shards change."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for root in self._roots():
+            for part in root.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _roots(self) -> list[torch.nn.Module]:
+        """Returns the modules with a forward of their own."""
+        return [self.module, self.tower.module] if self.tower else [self.module]
 
     def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
         """Gives memory to and shards one layer after the other, so at most one layer is whole on a rank."""
         mesh, given = self._mesh(), dict[int, object]()
-        units = [*decoder_layers(self.module), self.module]
-        for unit in units:
+        for unit in [unit for root in self._roots() for unit in (*decoder_layers(root), root)]:
             give_memory(unit, self.device, given)
             reshard = fsdp.reshard_after_forward and unit is not self.module
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
@@ -469,11 +557,11 @@ def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: shard for name, shard in shards.items() if shard.numel()}
 
 
-def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:
+def _check_parameters(named: Mapping[str, Tensor], architecture: Architecture, folder: Path) -> None:
     """Raises ConfigError if transformers' model and its layout have different parameters."""
     whole = whole_parameters(architecture)
     expected = dict(zip(whole.names, whole.shapes, strict=True))
-    found = {name: tuple(parameter.shape) for name, parameter in checkpoint_names(module).items()}
+    found = {name: tuple(parameter.shape) for name, parameter in named.items()}
     if found != expected:
         name = next(name for name in [*found, *expected] if found.get(name) != expected.get(name))
         raise ConfigError(

@@ -132,6 +132,14 @@ class MicroBatch:
         """Selects the values of this rank's tokens from `values` [tokens, ...]: shape [rows, ...]."""
         return values if self.slices is None else values[self.slices.token_of_row.to(values.device)]
 
+    def rows_with(self, tokens: Tensor, share: ContextShare) -> Tensor:
+        """Returns the rows of `tokens` [n] on this rank, or -1 for tokens of other ranks of the `share`. All are on the
+        host."""
+        if self.slices is None:
+            return tokens
+        rows = self.slices.row_of_token.cpu()[tokens] - share.rank * self.num_rows
+        return torch.where((rows >= 0) & (rows < self.num_rows), rows, -1)
+
 
 def pack(
     experience: Experience,

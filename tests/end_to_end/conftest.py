@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.counting_images import sft, write_config, write_rows
-from tests.support.jobs import REPOSITORY, succeed, train
-from tests.support.vision_checkpoints import write_checkpoint
+from tests.support.counting_images import make_counting
+from tests.support.jobs import REPOSITORY, succeed
 
 NUM_EXPERTS = 4
 
@@ -78,13 +77,5 @@ def upcycled(warmed_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a job that has begun to learn to count red squares in images.
-
-    It has model/, train.jsonl, eval.jsonl, and the job's output in sft/.
-    """
-    folder = tmp_path_factory.mktemp("counting")
-    write_checkpoint(folder / "model", "qwen2_5_vl")
-    write_rows(folder, "train", 512, seed=0)
-    write_rows(folder, "eval", 40, seed=1)
-    train(write_config(folder / "sft.yaml", **sft(folder)), f"output_dir={folder / 'sft'}", num_ranks=1)
-    return folder
+    """Returns the folder with the model and rows of the example with images in start/, and its warm-up in sft/."""
+    return make_counting(tmp_path_factory.mktemp("counting"))

@@ -2,21 +2,25 @@
 
 from pathlib import Path
 
-from tests.support.counting_images import CELL, SIDE, grpo, write_config
+import pytest
+
+from tests.support.counting_images import GRPO, IMAGE_BYTES, grpo_overrides
 from tests.support.jobs import column, read_records
 from tests.support.torchrun import run_on_two_nodes
 
 STEPS, PROMPTS = 3, 8
-IMAGE_BYTES = (SIDE * CELL) ** 2 * 3
 
 
+@pytest.mark.slow
 def test_each_image_goes_to_the_node_of_the_trainer_once(counting: Path, tmp_path: Path) -> None:
     """Actor and reference, two replicas of each, get the images of the rollout on the other node."""
-    batch = {"prompts_per_step": PROMPTS, "samples_per_prompt": 4}
-    placement = {"actor, reference": "node:0", "rollout, reward": "node:1"}
-    config = grpo(counting, STEPS, placement=placement, batch=batch, evaluation={"interval": STEPS})
-    program = ["launch/train.py", f"--config={write_config(tmp_path / 'config.yaml', **config)}"]
-    for status, *said in run_on_two_nodes([*program, f"output_dir={tmp_path}"], num_ranks=(2, 2), timeout_s=300):
+    program = [
+        *("launch/train.py", f"--config={GRPO}", *grpo_overrides(counting), f"output_dir={tmp_path}"),
+        "placement={'actor, reference': 'node:0', 'rollout, reward': 'node:1'}",
+        f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: 4, mini_batches: 1}}",
+        *(f"steps={STEPS}", "data.eval.max_rows=20"),
+    ]
+    for status, *said in run_on_two_nodes(program, num_ranks=(2, 2), timeout_s=300):
         assert status == 0, said
     records = read_records(tmp_path)
     assert max(column(records, "train/fresh_logprob_abs_diff")) <= 1e-5

@@ -1,13 +1,12 @@
-"""Jobs with images resumed from a checkpoint. Their images are decoded again, because the store of the first is gone."""
+"""Jobs with images resumed from a checkpoint. Their images are decoded again, as the store of the first is gone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rltrain.checkpoint.run_files import read_contents
 from rltrain.rollout.rollout_state import RolloutState
-from tests.support.counting_images import grpo, write_config
+from tests.support.counting_images import GRPO, grpo_overrides
 from tests.support.jobs import column, reported, train_in_turn
 
 STEPS, SAVED, PROMPTS = 4, 2, 8
@@ -20,26 +19,22 @@ FIRST = {"ahead": (), "partial": PARTIAL}
 def folder(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of two jobs, which generate a step ahead of training, and of their resumed runs."""
     folder = tmp_path_factory.mktemp("resume")
-    schedule = {"mode": "asynchronous", "max_staleness": 1, "in_flight_sync": False, "on_stale": "mask"}
-    config: dict[str, Any] = grpo(
-        counting,
-        STEPS,
-        placement={"actor, reference": 0, "rollout, reward": 1},
-        batch={"prompts_per_step": PROMPTS, "samples_per_prompt": 4},
-        schedule=schedule,
-        checkpoint={"save_hf": False},
-        logging={"sample_ids": True},
-    )
-    config["data"]["eval"] = None
-    del config["evaluation"]
-    jobs = {name: [*changes, SAVES] for name, changes in FIRST.items()}
+    own = [
+        *grpo_overrides(counting),
+        "placement={'actor, reference': 0, 'rollout, reward': 1}",
+        "schedule={mode: asynchronous, max_staleness: 1, in_flight_sync: false, on_stale: mask}",
+        f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: 4, mini_batches: 1}}",
+        *(f"steps={STEPS}", "data.eval=null", "checkpoint.save_hf=false", "logging.sample_ids=true"),
+    ]
+    jobs = {name: [*own, *changes, SAVES] for name, changes in FIRST.items()}
     for name, changes in FIRST.items():
         resume = f"checkpoint.resume={folder / name}/checkpoints/step_{SAVED:07d}"
-        jobs[f"{name} resumed"] = [*changes, resume]
-    train_in_turn(write_config(folder / "config.yaml", **config), jobs, folder, num_ranks=2)
+        jobs[f"{name} resumed"] = [*own, *changes, resume]
+    train_in_turn(GRPO, jobs, folder, num_ranks=2)
     return folder
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_never_stopped(folder: Path) -> None:
     """The checkpoint has the next step's samples, which the trainer has not received yet."""
     (whole, whole_ids), (rest, rest_ids) = (reported(folder / name) for name in ("ahead", "ahead resumed"))
@@ -48,6 +43,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(folder: Path) -> None:
     assert column([*rest.values()], "train/grad_norm")
 
 
+@pytest.mark.slow
 def test_unfinished_samples_continue_with_their_images(folder: Path) -> None:
     checkpoint = folder / f"partial/checkpoints/step_{SAVED:07d}"
     state = RolloutState.from_contents(read_contents(checkpoint / "rollout/engine_00000.safetensors"))

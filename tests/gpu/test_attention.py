@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from rltrain.models import attention
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences
 from rltrain.training.megatron.context_parallel import attend_slices, sequences_of_share
+from rltrain.training.packed_attention import boundaries_of
 from rltrain.training.packing import ContextShare
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,17 @@ def test_slices_of_context_parallelism_see_what_padded_ones_do(rank: int, monkey
     output = attend_slices(*inputs, sequences, None)
     monkeypatch.setattr(attention, "FLASH_DTYPES", ())
     torch.testing.assert_close(output, attend_slices(*inputs, sequences, None), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(attention.packed_kernel() is None, reason="this torch has no attention over packed rows")
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_images_attend_to_themselves_alone(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [torch.randn(sum(LENGTHS), 16, head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
+    boundaries = boundaries_of(LENGTHS, DEVICE)
+    output = attention.attend_whole(*heads, boundaries, max(LENGTHS), scale=0.1)
+    monkeypatch.setattr(attention, "FLASH_DTYPES", ())
+    one_by_one = attention.attend_whole(*heads, boundaries, max(LENGTHS), scale=0.1)
+    torch.testing.assert_close(output, one_by_one, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=["plain", "latent"])

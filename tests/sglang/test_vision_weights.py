@@ -37,7 +37,7 @@ POSITIONS = 64
 """Learned positions of the tower. SGLang pads them like a vocabulary."""
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[..., Server], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for seed, folder in enumerate((first, second)):

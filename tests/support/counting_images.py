@@ -1,103 +1,31 @@
-"""The task of counting red squares: rows with images of fields of coloured cells, and a config for one rank."""
+"""Jobs of the shipped example with images: a tiny model counts red squares (tools/make_counting.py)."""
 
-import json
-import random
+import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
-from PIL import Image
+from tests.support.jobs import REPOSITORY, succeed, train
 
-CELL, SIDE = 14, 4
-"""Pixels of a cell, and cells of a field. With tiny checkpoints a cell is a token."""
-RED, OTHERS = (220, 30, 30), [(30, 60, 220), (40, 180, 60), (230, 230, 230), (20, 20, 20)]
-MOST = 4
-SFT_STEPS = 9
-"""Enough to answer with a digit, often a wrong one."""
+SFT, GRPO = REPOSITORY / "configs/counting_sft.yaml", REPOSITORY / "configs/counting.yaml"
+NUM_EVAL = 100
+IMAGE_TOKENS, IMAGE_BYTES = 16, 56 * 56 * 3
 
 
-def field(rng: random.Random, num_red: int) -> Image.Image:
-    cells = [RED] * num_red + [rng.choice(OTHERS) for _ in range(SIDE**2 - num_red)]
-    rng.shuffle(cells)
-    image = Image.new("RGB", (SIDE, SIDE))
-    image.putdata(cells)
-    return image.resize((SIDE * CELL, SIDE * CELL), Image.Resampling.NEAREST)
+def make_counting(folder: Path) -> Path:
+    """Makes the model and the rows in start/, and learns from demonstrations in sft/. Returns the folder."""
+    command = [sys.executable, "tools/make_counting.py", "--output", str(folder / "start"), "--train-rows", "512"]
+    succeed(command, 120)
+    train(SFT, *sft_overrides(folder), f"output_dir={folder / 'sft'}", num_ranks=1)
+    return folder
 
 
-def write_rows(folder: Path, name: str, num_rows: int, seed: int) -> Path:
-    """Writes rows of a prompt with an image, a response and a label. Returns the file."""
-    rng = random.Random(seed)
-    (folder / name).mkdir(parents=True)
-    rows = []
-    for number in range(num_rows):
-        count = number % (MOST + 1)
-        field(rng, count).save(folder / name / f"{number}.png")
-        rows.append(
-            {"prompt": "<image>red?", "images": [f"{name}/{number}.png"], "response": str(count), "label": str(count)}
-        )
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def sft_overrides(folder: Path) -> list[str]:
+    start = folder / "start"
+    rows = [f"data.train.path={start}/warm_up.jsonl", f"data.eval.path={start}/eval.jsonl"]
+    return [f"model.path={start}/model", *rows]
 
 
-def write_config(path: Path, **sections: Any) -> Path:
-    path.write_text(yaml.safe_dump(sections))
-    return path
-
-
-def data_of(task: Path) -> dict[str, Any]:
-    return {
-        "train": {"path": f"{task}/train.jsonl"},
-        "eval": {"path": f"{task}/eval.jsonl"},
-        "max_prompt_tokens": 64,
-    }
-
-
-def sft(task: Path, steps: int = SFT_STEPS, **sections: Any) -> dict[str, Any]:
-    """Returns a config that learns the responses on rank 0. `task` has model/, train.jsonl and eval.jsonl."""
-    return {
-        "algorithm": "sft",
-        "steps": steps,
-        "seed": 0,
-        "placement": {"actor": 0},
-        "model": {"path": f"{task}/model", "dtype": "float32", "vision": {}},
-        "data": {
-            "train": {"path": f"{task}/train.jsonl"},
-            "eval": {"path": f"{task}/eval.jsonl"},
-            "max_prompt_tokens": 64,
-        },
-        "actor": {"optimizer": {"lr": 3e-3, "warmup_steps": 5, "decay": "linear", "clip_grad": 1.0}},
-        "batch": {"prompts_per_step": 32},
-        "evaluation": {"interval": steps},
-    } | sections
-
-
-def grpo(task: Path, steps: int, **sections: Any) -> dict[str, Any]:
-    """Returns a config that learns from rewards on rank 0. It continues from sft/hf in the folder of the task."""
-    return {
-        "algorithm": "grpo",
-        "steps": steps,
-        "seed": 0,
-        "placement": {"actor, reference, rollout, reward": 0},
-        "model": {"path": f"{task}/sft/hf", "dtype": "float32", "vision": {}},
-        "data": {
-            "train": {"path": f"{task}/train.jsonl"},
-            "eval": {"path": f"{task}/eval.jsonl"},
-            "max_prompt_tokens": 64,
-        },
-        "actor": {"optimizer": {"lr": 1.2e-3, "beta2": 0.99, "warmup_steps": 2, "decay": "linear", "clip_grad": 1.0}},
-        "rollout": {
-            "sampling": {"temperature": 1.0, "max_response_tokens": 2},
-            "max_context_tokens": 66,
-            "max_running_requests": 128,
-        },
-        "reward": {"function": "exact_match"},
-        "batch": {"prompts_per_step": 32, "samples_per_prompt": 8, "mini_batches": 4},
-        "loss": {
-            "old_logprobs": "rollout",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "kl": {"coef": 0.05, "estimator": "k3", "where": "loss"},
-        },
-        "evaluation": {"interval": steps},
-    } | sections
+def grpo_overrides(folder: Path) -> list[str]:
+    """Returns the overrides of a job that begins after the warm-up."""
+    start = folder / "start"
+    rows = [f"data.{name}.path={start}/{name}.jsonl" for name in ("train", "eval")]
+    return [f"model.path={folder}/sft/hf", *rows]

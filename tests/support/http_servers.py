@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
-from tests.support.sglang_server import logprob_of, next_token
+from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
 
 LIMIT = timedelta(seconds=30)
 
@@ -322,10 +322,13 @@ class StandInServer:
         if (self.num_running + 1) > self.most:
             return JSONResponse({"error": "too many"}, 429)
         params = body["sampling_params"]
-        drawn = self._draw(body["input_ids"], params["stop_token_ids"], params["max_new_tokens"], body["rid"])
-        return StreamingResponse(self._sglang_events(body["rid"], drawn), media_type="text/event-stream")
+        ids = with_image_tokens(body["input_ids"], body.get("image_data") or ())
+        drawn = self._draw(ids, params["stop_token_ids"], params["max_new_tokens"], body["rid"])
+        return StreamingResponse(self._sglang_events(body["rid"], len(ids), drawn), media_type="text/event-stream")
 
-    async def _sglang_events(self, rid: str, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
+    async def _sglang_events(
+        self, rid: str, num_prompt: int, drawn: AsyncIterator[tuple[int, str | None]]
+    ) -> AsyncIterator[str]:
         tokens: list[int] = []
         labels: list[str] = []
         async for token, reason in drawn:
@@ -336,6 +339,7 @@ class StandInServer:
             meta: dict[str, Any] = {
                 "id": rid,
                 "finish_reason": None if reason is None else {"type": reason},
+                "prompt_tokens": num_prompt,
                 "completion_tokens": len(tokens),
                 "weight_version": self.label,
                 "output_token_logprobs": pairs,

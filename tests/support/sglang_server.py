@@ -161,6 +161,18 @@ def num_tokens_of(url: str) -> int:
         return image.width * image.height // IMAGE_TOKEN_SIDE**2
 
 
+def with_image_tokens(
+    ids: list[int], urls: Sequence[str], num_tokens: Callable[[str], int] = num_tokens_of
+) -> list[int]:
+    """Returns the ids with each placeholder repeated for the tokens of its image, as SGLang does."""
+    remaining, expanded = iter(urls), list[int]()
+    for token in ids:
+        is_image = bool(urls) and token == IMAGE_TOKEN
+        expanded += [token] * (num_tokens(next(remaining)) if is_image else 1)
+    assert next(remaining, None) is None, "as many placeholders as images"
+    return expanded
+
+
 class FakeServer:
     """A fake SGLang server. Implements `process.Server`.
 
@@ -358,7 +370,7 @@ class FakeServer:
             images = body.get("image_data") or [None] * len(body["rid"])
             requests = zip(body["rid"], body["input_ids"], images, body["sampling_params"], strict=True)
             for rid, ids, urls, sampling in requests:
-                prompt = self._with_image_tokens(ids, urls or ())
+                prompt = with_image_tokens(ids, urls or (), self.num_image_tokens)
                 one = Running(rid, prompt, sampling, body["extra_key"], events)
                 if body.get("return_routed_experts"):
                     one.routing_start = body["routed_experts_start_len"]
@@ -367,15 +379,6 @@ class FakeServer:
                 else:
                     self._waiting.append(one)
         return events
-
-    def _with_image_tokens(self, ids: list[int], urls: Sequence[str]) -> list[int]:
-        """Returns the ids with each placeholder repeated for the tokens of its image."""
-        remaining, expanded = iter(urls), list[int]()
-        for token in ids:
-            is_image = bool(urls) and token == IMAGE_TOKEN
-            expanded += [token] * (self.num_image_tokens(next(remaining)) if is_image else 1)
-        assert next(remaining, None) is None, "as many placeholders as images"
-        return expanded
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Returns (status, answer)."""

@@ -69,7 +69,7 @@ DEEP = {**POSITIONED, "deepstack_visual_indexes": [0, 1]}
 CONFIGS: dict[Tower, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, TEXT, WINDOWED),
     "qwen3_vl": (Qwen3VLConfig, INTERLEAVED, DEEP),
-    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS, "moe_intermediate_size": 24}, DEEP),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, {**INTERLEAVED, **EXPERTS, "moe_intermediate_size": 96}, DEEP),
     "qwen3_5": (Qwen3_5Config, {**INTERLEAVED, **DELTA}, POSITIONED),
     "qwen3_5_moe": (Qwen3_5MoeConfig, {**INTERLEAVED, **DELTA, **EXPERTS}, POSITIONED),
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rltrain.config.rollout import Http
 from rltrain.errors import EngineError
+from rltrain.models.vision import PlacedImage
 from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_parts
@@ -24,13 +26,15 @@ from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
 from rltrain.rollout.servers.http_engine import HttpEngine
 from rltrain.rollout.servers.http_weights import GroupWeights, Weights
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
 from tests.support.http_servers import LIMIT_S, TOKEN, StandInServer
 from tests.support.model_shards import tiny_architecture
 from tests.support.schedule_configs import make_config
-from tests.support.sglang_server import expected_tokens, logprob_of, next_token
+from tests.support.sglang_server import IMAGE_TOKEN, expected_tokens, logprob_of, next_token
 
 ACCESS = Access(TOKEN)
 KINDS = ("sglang", "vllm", "rltrain")
@@ -83,6 +87,7 @@ class Rig:
         needs_weights: bool = True,
         slots: int = 4,
         weights: Weights | None = None,
+        images: ServerImages | None = None,
         **settings: Any,
     ) -> HttpEngine:
         if not self.file.exists():
@@ -105,6 +110,7 @@ class Rig:
             max_running_requests=slots,
             max_context_tokens=400,
             needs_weights=needs_weights,
+            images=images,
         )
         self.engine = HttpEngine(
             fleet, weights, max_running_requests=slots, max_context_tokens=400, advance=lambda: None
@@ -499,3 +505,27 @@ def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
     sent = sync_in_parts(engine, 2, num_parts)
     assert all(has(server, sent) and server.label == "run.2" for server in servers)
     assert sorted(one.id for one in done) == [one.id for one in samples(12)] and drawn_right(done)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> ServerImages:
+    """Returns the images of a store with image 7 of 4 tokens."""
+    store = ImageStore(tmp_path, 0, keep_steps=1, cache_bytes=1e9)
+    store.put(7, np.zeros((1, 28, 28, 3), np.uint8), step=0)
+    return ServerImages(store, merge=2)
+
+
+def test_servers_of_sglang_get_images_with_token_ids(rig: Rig, images: ServerImages) -> None:
+    """They have the context of the sample then, so tokens are those of its ids."""
+    rig.server("sglang")
+    engine = rig.start(images=images)
+    sync(engine, 1)
+    seeing = Sample(0, (1, *[IMAGE_TOKEN] * 4, 2), seed=0, images=(PlacedImage(1, 7, (1, 4, 4)),))
+    for done in engine.generate([seeing, Sample(1, (1, 2), seed=1)], SHORT):
+        assert [*done.tokens] == expected_tokens(done, SHORT, 1)
+
+
+def test_other_servers_are_refused_with_images(rig: Rig, images: ServerImages) -> None:
+    rig.server("vllm")
+    with pytest.raises(EngineError, match="takes no images with token ids; expected a server of SGLang"):
+        rig.start(images=images)

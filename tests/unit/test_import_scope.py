@@ -16,8 +16,9 @@ SKYRL = "python -m PROGRAM data.train_data=/data/a.parquet trainer.epochs=1 "
 COUNTED = None
 SCRIPTS = [
     ("verl", VERL + "actor_rollout_ref.model.path=Qwen/Qwen3-8B trainer.device=cuda", COUNTED),
-    ("verl", VERL + "actor_rollout_ref.model.path=Qwen/Qwen3-VL-8B-Instruct", "on images, audio or video"),
-    ("verl", VERL + "data.image_key=images", "on images, audio or video"),
+    ("verl", VERL + "actor_rollout_ref.model.path=Qwen/Qwen3-VL-8B-Instruct", COUNTED),
+    ("verl", VERL + "data.image_key=images", COUNTED),
+    ("verl", VERL + "actor_rollout_ref.model.path=openbmb/MiniCPM-o-2_6", "on audio or video"),
     ("verl", VERL + "trainer.device=npu", "on NPUs"),
     ("verl", "export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1\n" + VERL, "on NPUs"),
     ("verl", VERL + "model_engine=veomni", "by a trainer other than FSDP and Megatron"),

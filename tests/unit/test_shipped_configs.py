@@ -89,6 +89,17 @@ def test_the_quickstarts_shape_is_that_of_what_it_makes(name: str, experts: int,
 
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+import make_counting  # noqa: E402
+
+
+def test_the_shape_of_the_example_with_images_is_that_of_what_it_makes() -> None:
+    shipped, made = json.loads((SHIPPED / "counting/config.json").read_text()), make_counting.model_config()
+    of_files = {"architectures", "dtype"}
+    expected = json.loads(made.to_json_string())
+    assert {name: shipped[name] for name in shipped.keys() - of_files} == {
+        name: expected[name] for name in expected.keys() - of_files - {"transformers_version"}
+    }
 
 
 @pytest.fixture(scope="module")

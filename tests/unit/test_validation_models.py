@@ -55,6 +55,7 @@ from tests.support.checkpoint_files import stored_tensors
 from tests.support.model_shards import DELTA, MOE, tiny_architecture
 from tests.support.packed_experience import packed_experience
 from tests.support.schedule_configs import GRPO, make_config
+from tests.support.vision_checkpoints import tiny_vision
 from tests.unit.test_estimated_memory import job_of
 from tools.benchmarks.model_shapes import qwen3_30b_a3b
 
@@ -72,6 +73,8 @@ TRANSFORMER_ENGINE = {"model": {"path": "m", "transformer_impl": "transformer_en
 LONG_ANSWERS = {"max_response_tokens": 4000}
 SGLANG = {"rollout": {"engine": "sglang"}}
 CP = {"actor": {"parallel": {"cp": 2}}}
+VISION = tiny_architecture("qwen3_vl", max_positions=4096)
+HTTP = {"rollout": {"engine": "http", "urls": ("http://a:1",)}}
 GLM, NEMOTRON = (tiny_architecture(family, max_positions=4096) for family in ("glm4_moe", "nemotron"))
 ONE_KEY_HEAD = replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1))  # type: ignore[type-var]
 PART_TURNED = replace(SCALED, family="glm4_moe", rotary_dim=2)
@@ -157,6 +160,32 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         ),
         (GPT_OSS, TRANSFORMER_ENGINE, ["model.transformer_impl", "attention sinks", LOCAL]),
         (DELTA_MODEL, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
+        (VISION, SGLANG, ["rollout.engine: got sglang", "a vision tower, but no model.vision", "expected embedded"]),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {"rollout": {"engine": "sglang", "parallel": {"tp": 2}}},
+            ["rollout.parallel.tp: got 2 with rollout.engine sglang and model.vision; expected 1"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {"actor": {"parallel": {"pp": 2}}, "model": {"path": "m", "vision": {}}},
+            ["actor.parallel: the first pipeline stage begins with 1 layers", "for the first 2"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {**HTTP, "model": {"path": "m", "vision": {}}},
+            ["rollout.engine: got http with model.vision.train true", "or model.vision.train: false"],
+        ),
+        (
+            replace(VISION, vision=tiny_vision("qwen3_vl")),
+            {**HTTP, "model": {"path": "m", "vision": {}, "lora": {"rank": 2, "vision": True}}},
+            ["rollout.engine: got http with model.lora.vision true"],
+        ),
+        (
+            tiny_architecture("qwen3_vl_moe", moe=MOE["qwen3_moe"], max_positions=4096),
+            {"rollout": {**HTTP["rollout"], "http": {"weights": "group"}}},
+            ["rollout.engine: got http with a model of qwen3_vl_moe", "rollout.http.weights: folder"],
+        ),
         (DELTA_MODEL, TRANSFORMER_ENGINE, ["model.transformer_impl", "gated delta nets", LOCAL]),
     ],
 )
@@ -547,8 +576,7 @@ def test_what_needs_a_vision_tower_is_refused(sections: Any, said: str) -> None:
         ({"model": {"mtp": {}}}, r"with model\.mtp"),
         ({"model": {"fake_quantization": {}}}, r"with model\.fake_quantization"),
         ({"model": {"transformer_impl": "transformer_engine"}}, r"model\.transformer_impl: got transformer_engine"),
-        ({"rollout": {"engine": "http", "urls": ["http://a:1"]}}, r"rollout\.engine: got http"),
-        ({"rollout": {"engine": "sglang", "parallel": {"tp": 2}}}, r"rollout\.parallel\.tp: got more than 1"),
+        ({"rollout": {"engine": "http", "urls": ["http://a:1"], "protocol": "vllm"}}, r"rollout\.protocol: got vllm"),
     ],
 )
 def test_what_would_not_see_images_is_refused(sections: dict[str, Any], said: str) -> None:

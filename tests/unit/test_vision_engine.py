@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from rltrain.config.models import VisionSettings
-from rltrain.errors import DataError
+from rltrain.errors import ConfigError, DataError
 from rltrain.models.vision import Tower
 from rltrain.models.vision_tower import patches_of
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.megatron_layout import adapter_pairs
 from rltrain.rollout.embedded import generation
 from rltrain.rollout.embedded.block_tables import GB
+from rltrain.rollout.embedded.engine import images_of
 from rltrain.rollout.embedded.images import keyed
 from rltrain.rollout.embedded.parameters import adapted_matrices
 from rltrain.rollout.engine import SamplingParams
@@ -332,3 +334,9 @@ def test_separate_adapters_equal_merged_ones(model: Model, store: ImageStore) ->
     for found, expected in zip(*(engine.generate(mixed_samples(), GREEDY) for engine in (apart, whole)), strict=True):
         assert found.tokens == expected.tokens
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_engines_with_images_stay_within_a_node(model: Model) -> None:
+    site = SimpleNamespace(num_nodes=2, role="rollout")
+    with pytest.raises(ConfigError, match="rollout.parallel.tp: got an engine on 2 nodes with model.vision"):
+        images_of(site, model.ours.architecture.vision, model.ours.parameters, {})  # type: ignore[arg-type]

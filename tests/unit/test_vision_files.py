@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.peft_files import load_adapters, save_adapters
 from rltrain.checkpoint.run_files import checksum
 from rltrain.checkpoint.run_folder import CheckpointFolder
@@ -211,3 +212,20 @@ def test_the_tower_stays_in_the_type_of_the_model(checkpoint: Path) -> None:
     assert len(tower) == len(tower_names(architecture))
     assert all(torch.equal(found[name], plain[name].bfloat16()) for name in tower)
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in found.values())
+
+
+# Critics.
+
+
+def test_a_critic_keeps_its_tower(checkpoint: Path, tmp_path: Path) -> None:
+    architecture = read_architecture(checkpoint, sees=True).value_model()
+    layout = megatron_layout(architecture, Grid((0,)))
+    held = {name: torch.full(shape, 0.5) for name, shape in layout.on(0).parameters}
+    load_parameters(checkpoint, layout, 0, held)
+    assert not held["output_layer.weight"].any()
+    trained = {name: value + 1 for name, value in held.items()}
+    save_checkpoint(tmp_path / "critic", trained, layout, architecture, group=None, rank=0, like=checkpoint)
+    assert read_architecture(tmp_path / "critic", sees=True).value_model() == architecture
+    found = {name: torch.empty(shape) for name, shape in layout.on(0).parameters}
+    load_parameters(tmp_path / "critic", layout, 0, found)
+    assert all(torch.equal(found[name], value) for name, value in trained.items())

@@ -1,6 +1,7 @@
 """Vision-language models in layouts and files, compared with transformers."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -195,6 +196,26 @@ def test_texts_keep_their_numbers(sizes: dict[str, int], checkpoint: Path) -> No
         assert np.array_equal(whole.pieces[: len(of_texts.pieces)], of_texts.pieces)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_tower_follows_the_layer_for_multi_token_prediction(kind: Tower, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, kind)
+    architecture = read_architecture(tmp_path, sees=True).predicting()
+    names = canonical_tensors(architecture).names
+    assert {*names[-len(tower_names(architecture)) :]} == tower_names(architecture)
+    layout = megatron_layout(architecture, Grid((0, 1), pp=2))
+    held: dict[str, set[str]] = {}
+    for rank in layout.ranks:
+        on = layout.on(rank)
+        for parameter, tensor in zip(on.pieces["parameter"].tolist(), on.pieces["tensor"].tolist(), strict=True):
+            held.setdefault(on.parameters[parameter][0], set()).add(names[tensor])
+    assert set().union(*held.values()) == {*names}
+    tower = {name: tensors for name, tensors in held.items() if name.startswith("vision.")}
+    assert tower == {name: {"model.visual." + name.removeprefix("vision.")} for name in tower}
+    assert {of for name, tensors in held.items() if name not in tower for of in tensors}.isdisjoint(
+        tower_names(architecture)
+    )
+
+
 # Reshards.
 
 
@@ -274,6 +295,27 @@ def test_a_trained_tower_is_saved(checkpoint: Path, tmp_path: Path) -> None:
     found = load_model(tmp_path / "saved")
     for name, value in tower_of(checkpoint, "").items():
         assert torch.equal(found.model.visual.get_parameter(name), value + 1), name
+
+
+def test_both_forms_of_names_are_read_and_kept(tmp_path: Path) -> None:
+    """Some releases of transformers saved Qwen2.5-VL with the names of its modules."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_checkpoint(old, "qwen2_5_vl")
+    shutil.copytree(old, new)
+    renamed = {
+        name.replace("model.", "model.language_model.", 1)
+        if name.startswith("model.")
+        else name.replace("visual.", "model.visual.", 1): value
+        for name, value in load_file(old / "model.safetensors").items()
+    }
+    save_file(renamed, new / "model.safetensors", metadata={"format": "pt"})
+    architecture, grid = read_architecture(new, sees=True), Grid((0,))
+    layout = megatron_layout(architecture, grid)
+    held = loaded(new, layout, 0)
+    assert_same(held, loaded(old, megatron_layout(read_architecture(old, sees=True), grid), 0))
+    save_checkpoint(tmp_path / "saved", held, layout, architecture, group=None, rank=0, like=new)
+    assert_same(load_file(tmp_path / "saved" / "model.safetensors"), renamed)
+    assert_same(parameters_of(tmp_path / "saved"), parameters_of(old))
 
 
 # Experts of Qwen3-VL: published files have their matrices transposed.

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rltrain.models import attention
 from rltrain.models.flops import vision_flops
 from rltrain.models.vision import Grid, Tower
 from rltrain.models.vision_tower import CLASSES, build_tower, encode, patches_of
@@ -138,3 +139,33 @@ def test_flops_are_those_that_torch_counts(tower: Any, model: tuple[Tower, Any],
     with FlopCounterMode(display=False) as counter:
         encode(tower, torch.zeros(prod(grid), vision.patch_size), torch.tensor([grid]))
     assert vision_flops(vision, [grid]) == counter.get_total_flops()
+
+
+def test_a_gpu_attends_within_all_windows_in_one_call(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, of_keys: Tensor, *most: int, **how: Any) -> Tensor:
+        """Computes the documented result of torch.nn.attention.varlen's kernel without a causal mask."""
+        assert how["window_size"] == (-1, -1) and not how["enable_gqa"] and starts.dtype == torch.int32
+        assert torch.equal(starts, of_keys) and most == (int(starts.diff().max()),) * 2
+        calls.append(len(q))
+        parts = zip(*(x.transpose(0, 1).split(starts.diff().tolist(), dim=1) for x in (q, k, v)), strict=True)
+        attended = [torch.nn.functional.scaled_dot_product_attention(*part, scale=how["scale"]) for part in parts]
+        return torch.cat(attended, dim=1).transpose(0, 1)
+
+    expected = encode(tower, *patches())[0]
+    monkeypatch.setattr(attention, "packed_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "attends_packed", lambda *rows: True)
+    torch.testing.assert_close(encode(tower, *patches())[0], expected)
+    assert calls == [len(patches()[0])] * len(tower.blocks)
+
+
+def test_torchs_flash_kernel_takes_the_heads_of_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real operator also checks the shapes of tensors without data."""
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "meta")
+    for head_dim in (80, 72):  # of Qwen2.5-VL and of Qwen3-VL
+        heads = [torch.empty(20, 16, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in "qkv"]
+        boundaries = torch.tensor([0, 12, 20], dtype=torch.int32, device="meta")
+        attended = attention.attend_whole(*heads, boundaries, 12, scale=0.1)
+        attended.sum().backward()
+        assert attended.shape == heads[0].shape and all(x.grad is not None for x in heads)

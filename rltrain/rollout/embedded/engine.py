@@ -365,8 +365,16 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
 def images_of(
     site: EngineSite, vision: Vision, weights: Mapping[str, Tensor], matrices: Mapping[str, Matrix]
 ) -> EngineImages:
-    """Returns the encoder of the site's images on the tower's `weights`, with the adapters of `matrices`. Raises
-    CheckpointError if the checkpoint has no usable image processor."""
+    """Returns the encoder of the site's images on the tower's `weights`, with the adapters of `matrices`.
+
+    Raises ConfigError for an engine on several nodes, and CheckpointError if the checkpoint has no usable image
+    processor.
+    """
+    if site.num_nodes > 1:
+        raise ConfigError(
+            f"{site.role}.parallel.tp: got an engine on {site.num_nodes} nodes with model.vision; expected engines "
+            "within a node, because its ranks read images from a folder of the node. Lower tp"
+        )
     folder, key = site.config.checkpoint_of(site.role)
     settings = site.config.model_of(site.role).vision
     assert settings is not None and site.images is not None, "an engine with a tower has settings and a store"

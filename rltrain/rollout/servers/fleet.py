@@ -18,6 +18,7 @@ from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, StreamCut, words
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import (
     MODELS,
     OpenAIProtocol,
@@ -155,11 +156,14 @@ class FleetServer:
     """A server of a rank. Belongs to one event loop. Methods raise as `Calls` does.
 
     With `needs_weights` a server is refused if it cannot take weights by the way of `weights`. Otherwise such a server
-    keeps its own weights.
+    keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids.
     """
 
-    def __init__(self, url: str, access: Access, weights: Weights, *, needs_weights: bool) -> None:
+    def __init__(
+        self, url: str, access: Access, weights: Weights, *, needs_weights: bool, needs_images: bool = False
+    ) -> None:
         self.calls = Calls(url, access)
+        self._needs_images = needs_images
         self.serves = False
         """Whether the server has the current weights and may be sent samples."""
         self.waits = False
@@ -204,6 +208,12 @@ class FleetServer:
     async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
         self._protocol = await protocol_of(self.calls, protocol)
         self._described = await self._protocol.describe(self.calls)
+        if self._needs_images and not self._protocol.takes_images:
+            raise ServerRefuses(
+                f"{self.url} ({self._protocol.name}) takes no images with token ids; expected a server of SGLang, or "
+                "no model.vision",
+                400,
+            )
         context = self._described.max_context_tokens
         if context is not None and context < max_context_tokens:
             raise ServerRefuses(
@@ -317,7 +327,7 @@ class Fleet:
 
     A sample goes to the server with the fewest samples of this rank, first in, first out. If a server is lost, leaves,
     or has wrong weights, its samples continue on others from their certain tokens. A new or returning server gets the
-    current weights before its first sample.
+    current weights before its first sample. `images` are those of samples, with model.vision.
     """
 
     def __init__(
@@ -332,6 +342,7 @@ class Fleet:
         max_running_requests: int,
         max_context_tokens: int,
         needs_weights: bool,
+        images: ServerImages | None = None,
     ) -> None:
         self.outbox: SimpleQueue[Sample | Exception] = SimpleQueue()
         """Finished samples, and errors that end the job."""
@@ -343,7 +354,7 @@ class Fleet:
         self._addresses, self._access, self._weights = addresses, access, weights
         self._settings, self._protocol, self._role = settings, protocol, role
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
-        self._needs_weights = needs_weights
+        self._needs_weights, self._images = needs_weights, images
         self._servers: dict[str, FleetServer] = {}
         self._queue: deque[Drawing] = deque()
         self._running: dict[int, tuple[asyncio.Task[None], FleetServer]] = {}
@@ -482,7 +493,8 @@ class Fleet:
                 await self._leave(self._servers.pop(url))
         for url in urls:
             if url not in self._servers:
-                server = FleetServer(url, self._access, self._weights, needs_weights=self._needs_weights)
+                needs = {"needs_weights": self._needs_weights, "needs_images": self._images is not None}
+                server = FleetServer(url, self._access, self._weights, **needs)
                 self._servers[url] = server
             server = self._servers[url]
             _refusal_of(server)  # it has been logged
@@ -622,7 +634,8 @@ class Fleet:
 
     def _queued(self, sample: Sample) -> Drawing:
         assert self._sampling is not None
-        return Drawing(sample, response_limit(sample, self._sampling, self._max_context_tokens))
+        limit = response_limit(sample, self._sampling, self._max_context_tokens)
+        return Drawing(sample, limit, images=self._images)
 
     def _stop(self, number: int, *, cancel: bool = True) -> Drawing:
         """Removes a sample from its server."""

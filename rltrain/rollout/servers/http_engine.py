@@ -26,6 +26,7 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, LoopThread
 from rltrain.rollout.servers.fleet import Addresses, Fleet
 from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights, GroupWeights, Weights, shared_run
+from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 
@@ -262,6 +263,7 @@ def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         max_running_requests=settings.max_running_requests,
         max_context_tokens=settings.max_context_tokens,
         needs_weights=site.weights_change,
+        images=ServerImages.of(site),
     )
     engine = HttpEngine(
         fleet,

@@ -3,16 +3,28 @@
 import base64
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from PIL import Image
 
 from rltrain.data.images import png_of
+from rltrain.rollout.engine import EngineSite
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.image_files import ImageStore
 
 MAX_ENCODED_BYTES = 2**28
 """Most characters of encoded images to keep for further requests."""
+
+
+def wrong_length(sample: Sample, found: int | None) -> str | None:
+    """Returns a message if a server has `found` tokens as the context of a sample, but the sample has others."""
+    if found == len(sample.context):
+        return None
+    return (
+        f"SGLang has a context of {found} tokens for sample {sample.id} with {len(sample.images)} images; expected "
+        f"{len(sample.context)}. It has resized images or lost them. Use a version of SGLang that takes images with "
+        "token ids, or <role>.engine: embedded"
+    )
 
 
 class ServerImages:
@@ -27,6 +39,12 @@ class ServerImages:
         self._encoded: OrderedDict[int, str] = OrderedDict()
         self._num_bytes = 0
 
+    @classmethod
+    def of(cls, site: EngineSite) -> Self | None:
+        """Returns the images of an engine's samples, or None without model.vision."""
+        vision = site.architecture.vision
+        return None if site.images is None or vision is None else cls(site.images, vision.merge)
+
     def fields(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Returns the fields `input_ids` and `image_data` of a request for `samples`.
 
@@ -35,6 +53,10 @@ class ServerImages:
         ids = [self._shortened(sample) for sample in samples]
         images = [[self._url(image.key) for image in sample.images] for sample in samples]
         return {"input_ids": ids, **({"image_data": [of or None for of in images]} if any(images) else {})}
+
+    def fields_of_one(self, sample: Sample) -> dict[str, Any]:
+        """Returns the same fields of a request for a single sample."""
+        return {name: values[0] for name, values in self.fields([sample]).items()}
 
     def _shortened(self, sample: Sample) -> list[int]:
         """Returns the context with one placeholder for each image."""

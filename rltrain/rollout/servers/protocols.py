@@ -16,6 +16,7 @@ from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.images import wrong_length
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
@@ -200,6 +201,8 @@ class ServerProtocol(Protocol):
     folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py."""
     broadcasts: SGLangBroadcasts | None
     """Calls for the way "group". None if the protocol has no such way."""
+    takes_images: bool
+    """Whether requests may have images with token ids."""
 
     async def describe(self, calls: Calls) -> ServerDescription:
         """Asks the server for its model and limits."""
@@ -260,6 +263,7 @@ class SGLangProtocol:
     name = "sglang"
     ways: Sequence[str] = ("folder", "group", "delta")
     broadcasts: SGLangBroadcasts | None = SGLangBroadcasts()
+    takes_images = True
 
     async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
@@ -271,9 +275,10 @@ class SGLangProtocol:
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
+        sample, images = drawing.sample, drawing.images
         body = {
             "rid": drawing.name,
-            "input_ids": [*drawing.sample.context],
+            **(images.fields_of_one(sample) if images else {"input_ids": [*sample.context]}),
             "sampling_params": sampling_fields(drawing.sample, drawing.limit, sampling, seeded=True),
             "return_logprob": True,
             "stream": True,
@@ -288,6 +293,9 @@ class SGLangProtocol:
         drawing.add([entry[1] for entry in drawn], [entry[0] for entry in drawn], meta["completion_tokens"])
         if meta["finish_reason"] is not None:
             drawing.end = str(meta["finish_reason"]["type"])
+            problem = wrong_length(drawing.sample, meta.get("prompt_tokens")) if drawing.images else None
+            if problem and drawing.end != "abort":
+                raise ServerRefuses(problem, 400)
         versions = {str(span["version"]) for span in meta.get("weight_versions") or ()} or {meta["weight_version"]}
         return str(versions.pop()) if len(versions) == 1 else f"several: {', '.join(sorted(map(str, versions)))}"
 
@@ -348,6 +356,7 @@ class OpenAIProtocol:
     """Path of the server's report of its weight version."""
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: SGLangBroadcasts | None = None
+    takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
         model = (await calls.get(MODELS))["data"][0]

@@ -15,6 +15,7 @@ from rltrain.rollout.engine import (
     stop_strings,
 )
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.servers.images import ServerImages
 
 
 class RemoteEngine(Engine):
@@ -88,6 +89,8 @@ class Drawing:
     """The server's own reason for ending the request, or None while it runs."""
     failures: int = 0
     """Number of requests in a row that brought no new token."""
+    images: ServerImages | None = None
+    """The images of samples, with model.vision."""
 
     @property
     def num_left(self) -> int:
@@ -138,7 +141,7 @@ class Drawing:
     def again(self, sample: Sample) -> "Drawing":
         """Returns a new record for sending `sample`. Keeps the count of failures unless `sample` has gained tokens."""
         failures = 0 if len(sample.tokens) > len(self.sample.tokens) else self.failures
-        return Drawing(sample, self.limit, failures=failures)
+        return Drawing(sample, self.limit, failures=failures, images=self.images)
 
     def _drawn(self, count: int, status: Status) -> Sample:
         logprobs = [math.nan if value is None else value for value in self.logprobs[:count]]

@@ -408,16 +408,11 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         role=site.role,
         routing=ServerRouting.of(site.architecture) if _records_routing(site) else None,
         adapter=_adapter(site),
-        images=_images(site),
+        images=ServerImages.of(site),
     )
     engine.start()
     of_server = parts_of_server(engine, delivery, leave, leaves, has_adapters=_adapter(site) is not None)
     return HostedEngine(engine, of_server)
-
-
-def _images(site: EngineSite) -> ServerImages | None:
-    vision = site.architecture.vision
-    return None if site.images is None or vision is None else ServerImages(site.images, vision.merge)
 
 
 def _records_routing(site: EngineSite) -> bool:

@@ -19,7 +19,7 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
-from rltrain.rollout.servers.images import ServerImages
+from rltrain.rollout.servers.images import ServerImages, wrong_length
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
 from rltrain.runtime.group_messages import broadcast_json
 
@@ -207,13 +207,8 @@ class InflightRequest(Drawing):
 
     def check_length(self) -> None:
         """Raises EngineError if the server's context has another length. Then it has resized or lost images."""
-        found, expected = self.meta.get("prompt_tokens"), len(self.sample.context)
-        if found != expected and self.end != "abort":
-            raise EngineError(
-                f"SGLang has a context of {found} tokens for sample {self.sample.id} with {len(self.sample.images)} "
-                f"images; expected {expected}. It has resized images or lost them. Use a version of SGLang that takes "
-                "images with token ids, or <role>.engine: embedded"
-            )
+        if self.end != "abort" and (problem := wrong_length(self.sample, self.meta.get("prompt_tokens"))):
+            raise EngineError(problem)
 
     def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
         """Returns the ended sample, as `Drawing.ended` does. Raises EngineError if the response is inconsistent."""

@@ -394,10 +394,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     def rows_of_tokens(self, batch: MicroBatch, tokens: Tensor) -> Tensor:
         """Returns the rows of tokens [n] in the embeddings of this rank, or -1 for tokens of other ranks."""
-        rows, num_rows = tokens, len(batch.padded_tokens)
-        if batch.slices is not None:
-            rows = batch.slices.row_of_token[tokens.to(self.device)].cpu() - self.share.rank * batch.num_rows
-            rows = torch.where(rows < batch.num_rows, rows, -1)
+        rows, num_rows = batch.rows_with(tokens, self.share), len(batch.padded_tokens)
         if self.config.sequence_parallel:
             num_rows //= self.pg_collection.tp.size()
             first = self.pg_collection.tp.rank() * num_rows
