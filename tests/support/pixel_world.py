@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rltrain.environments.image_urls import image_url
 
 SIDE, CELL = 4, 14
-"""Cells per side, and pixels per side of a cell."""
+"""Cells per side by default, and pixels per side of a cell."""
 NAMES = ("left", "right", "up", "down")
 LETTERS = "lrud"
 """Names of the same actions of one token."""
@@ -26,16 +26,16 @@ ID = "PixelWorld-v0"
 Place = tuple[int, int]
 
 
-def pixels(walker: Place, goal: Place) -> NDArray[np.uint8]:
-    """Returns the picture of the grid, [56, 56, 3]. The goal is red, and the walker blue."""
-    cells = np.full((SIDE, SIDE, 3), FLOOR, dtype=np.uint8)
+def pixels(walker: Place, goal: Place, side: int = SIDE) -> NDArray[np.uint8]:
+    """Returns the picture of the grid, by default [56, 56, 3]. The goal is red, and the walker blue."""
+    cells = np.full((side, side, 3), FLOOR, dtype=np.uint8)
     cells[goal], cells[walker] = GOAL, WALKER
     return cells.repeat(CELL, axis=0).repeat(CELL, axis=1)
 
 
-def letters(walker: Place, goal: Place) -> str:
+def letters(walker: Place, goal: Place, side: int = SIDE) -> str:
     """Returns the grid as text: a W for the walker, a G for the goal."""
-    cells = [["."] * SIDE for _ in range(SIDE)]
+    cells = [["."] * side for _ in range(side)]
     cells[goal[0]][goal[1]], cells[walker[0]][walker[1]] = "G", "W"
     return "\n".join("".join(row) for row in cells)
 
@@ -46,10 +46,10 @@ def way(walker: Place, goal: Place) -> list[int]:
     return [int(across > 0)] * abs(across) + [2 + int(along > 0)] * abs(along)
 
 
-def places(seed: int) -> tuple[Place, Place]:
+def places(seed: int, side: int = SIDE) -> tuple[Place, Place]:
     """Returns the places of walker and goal at the beginning of an episode."""
-    walker, goal = np.random.default_rng(seed).choice(SIDE * SIDE, 2, replace=False)
-    return divmod(int(walker), SIDE), divmod(int(goal), SIDE)
+    walker, goal = np.random.default_rng(seed).choice(side * side, 2, replace=False)
+    return divmod(int(walker), side), divmod(int(goal), side)
 
 
 class PixelWorld(gymnasium.Env[Any, int]):
@@ -61,18 +61,20 @@ class PixelWorld(gymnasium.Env[Any, int]):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
 
-    def __init__(self, max_steps: int = 6, as_letters: bool = False, render_mode: str | None = None) -> None:
-        self.max_steps, self.as_letters, self.render_mode = max_steps, as_letters, render_mode
+    def __init__(
+        self, max_steps: int = 6, as_letters: bool = False, side: int = SIDE, render_mode: str | None = None
+    ) -> None:
+        self.max_steps, self.as_letters, self.side, self.render_mode = max_steps, as_letters, side, render_mode
         self.action_space = spaces.Discrete(len(NAMES))
-        shape = (SIDE * CELL, SIDE * CELL, 3)
-        text = spaces.Text(SIDE * (SIDE + 1), charset=".GW\n")
+        shape = (side * CELL, side * CELL, 3)
+        text = spaces.Text(side * (side + 1), charset=".GW\n")
         self.observation_space = text if as_letters else spaces.Box(0, 255, shape, np.uint8)
         self.walker = self.goal = (0, 0)
         self.num_steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.walker, self.goal = places(seed or 0)
+        self.walker, self.goal = places(seed or 0, self.side)
         if options:
             self.walker, self.goal = tuple(options["walker"]), tuple(options["goal"])
         self.num_steps = 0
@@ -80,28 +82,28 @@ class PixelWorld(gymnasium.Env[Any, int]):
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         row, column = (place + move for place, move in zip(self.walker, MOVES[action], strict=True))
-        if 0 <= row < SIDE and 0 <= column < SIDE:
+        if 0 <= row < self.side and 0 <= column < self.side:
             self.walker = (row, column)
         self.num_steps += 1
         won = self.walker == self.goal
         return self._observation(), float(won), won, self.num_steps == self.max_steps, {}
 
     def render(self) -> NDArray[np.uint8]:
-        return pixels(self.walker, self.goal)
+        return pixels(self.walker, self.goal, self.side)
 
     def _observation(self) -> Any:
         shown = letters if self.as_letters else pixels
-        return shown(self.walker, self.goal)
+        return shown(self.walker, self.goal, self.side)
 
 
 # Rows for jobs. No beginning is both in the training rows and held out.
 
 
-def beginnings(seed: int = 0) -> list[tuple[Place, Place]]:
+def beginnings(side: int = SIDE) -> list[tuple[Place, Place]]:
     """Returns all beginnings, in random order."""
-    cells = [(row, column) for row in range(SIDE) for column in range(SIDE)]
+    cells = [(row, column) for row in range(side) for column in range(side)]
     found = [*permutations(cells, 2)]
-    random.Random(seed).shuffle(found)
+    random.Random(0).shuffle(found)
     return found
 
 
@@ -116,7 +118,9 @@ def write_tasks(path: Path, chosen: list[tuple[Place, Place]]) -> Path:
     return path
 
 
-def write_demonstrations(path: Path, chosen: list[tuple[Place, Place]], *, as_letters: bool = False) -> Path:
+def write_demonstrations(
+    path: Path, chosen: list[tuple[Place, Place]], side: int = SIDE, *, as_letters: bool = False
+) -> Path:
     """Writes a conversation for each beginning: the world before each step of a shortest way, and the step."""
     lines = []
     for walker, goal in chosen:
@@ -124,9 +128,9 @@ def write_demonstrations(path: Path, chosen: list[tuple[Place, Place]], *, as_le
         for action in way(walker, goal):
             told = "" if messages else "go"
             if as_letters:
-                content: Any = "\n".join(part for part in (told, letters(walker, goal)) if part)
+                content: Any = "\n".join(part for part in (told, letters(walker, goal, side)) if part)
             else:
-                shown = {"type": "image", "image": image_url(pixels(walker, goal))}
+                shown = {"type": "image", "image": image_url(pixels(walker, goal, side))}
                 content = [{"type": "text", "text": told}, shown] if told else [shown]
             messages += [
                 {"role": "user", "content": content},
