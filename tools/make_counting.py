@@ -137,13 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for model/, rows and images")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and images")
-    parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)
     arguments = parser.parse_args()
     choice = random.Random(arguments.seed)
     write_model(arguments.output / "model", arguments.seed)
-    for name, num_rows in (("warm_up", NUM_WARM_UP), ("train", arguments.train_rows), ("eval", NUM_EVAL)):
+    for name, num_rows in (("warm_up", NUM_WARM_UP), ("train", NUM_TRAIN), ("eval", NUM_EVAL)):
         write_rows(arguments.output, name, num_rows, choice)
-    print(f"wrote {arguments.output}: model, {NUM_WARM_UP} rows for the warm-up, {arguments.train_rows} for training")
+    print(f"wrote {arguments.output}: model, {NUM_WARM_UP} rows for the warm-up, {NUM_TRAIN} for training")
 
 
 if __name__ == "__main__":

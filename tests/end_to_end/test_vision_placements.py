@@ -23,7 +23,9 @@ JOBS = {
     "partial, without a cache": [APART, *AHEAD, *PARTIAL, "data.images.cache_gb=0"],
     "dynamic sampling": [ALL, "batch.dynamic_sampling={max_drawn: 3}"],
     "fully sharded": [ALL, "actor.backend=fsdp", "reference.backend=fsdp"],
-    "adapters": [ALL, "model.lora={rank: 4}"],
+    "separate adapters": [ALL, "model.lora={rank: 2, alpha: 4, vision: true}", "weight_sync={adapters: apart}"],
+    "frozen, offloaded": [ALL, "model.vision={train: false}", "rollout.offload=true"],
+    "blocks": [ALL, "actor.parallel={tp: 2}", "rollout.parallel={tp: 2}", "rollout.kv_cache_gb=0.002"],
     "evaluated elsewhere": ["placement={'actor, reference, rollout, reward': 0, evaluation: 1}"],
 }
 
@@ -42,5 +44,6 @@ def test_engine_and_actor_agree_on_images(jobs, job: str) -> None:
     records = jobs[job]
     assert column(records, "images/tokens") == [PROMPTS * SAMPLES * float(IMAGE_TOKENS)] * STEPS
     assert max(column(records, "train/fresh_logprob_abs_diff")) <= 1e-5
+    assert max(column(records, "train/fresh_image_logprob_abs_diff")) <= 1e-5
     assert not any(column(records, "images/bytes_sent"))
     assert len(column(records, "eval/score")) == 2

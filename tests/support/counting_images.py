@@ -12,8 +12,7 @@ IMAGE_TOKENS, IMAGE_BYTES = 16, 56 * 56 * 3
 
 def make_counting(folder: Path) -> Path:
     """Makes the model and the rows in start/, and learns from demonstrations in sft/. Returns the folder."""
-    command = [sys.executable, "tools/make_counting.py", "--output", str(folder / "start"), "--train-rows", "512"]
-    succeed(command, 120)
+    succeed([sys.executable, "tools/make_counting.py", "--output", str(folder / "start")], 120)
     train(SFT, *sft_overrides(folder), f"output_dir={folder / 'sft'}", num_ranks=1)
     return folder
 
