@@ -15,7 +15,7 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.data.images import ImageRules, source_of
-from rltrain.errors import CheckpointError, DataError, UserError
+from rltrain.errors import CheckpointError, DataError
 from rltrain.models import Architecture, read_architecture
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.rope_positions import image_fields, rope_positions
@@ -375,7 +375,7 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
         sequences = model.sequences([len(sample) for sample in samples])
         with torch.no_grad():
             if checked.images is not None:
-                _show(checked.images, samples, model, sequences)
+                _show(_packed(checked.images, samples, device), model, sequences)
                 notes.watch_inputs(decoder)
             logits = chunk(input_ids=tokens[None], position_ids=None, attention_mask=None, packed_seq_params=sequences)[
                 0
@@ -394,9 +394,8 @@ def _sight_of(checked: Checked) -> Any:
     return Sight(checked.path, rules.mean, rules.std, checked.model.vision, checked.images.store)
 
 
-def _show(pictures: Pictures, samples: Samples, model: Any, sequences: Any) -> None:
-    """Adds the images of packed samples to their sequences, as in training."""
-    from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
+def _packed(pictures: Pictures, samples: Samples, device: torch.device) -> Any:
+    """Returns all samples as a micro-batch of training."""
     from rltrain.training.packing import pack
 
     merge = pictures.rules.merge
@@ -408,7 +407,14 @@ def _show(pictures: Pictures, samples: Samples, model: Any, sequences: Any) -> N
         image_keys=torch.cat([torch.from_numpy(keys) for keys, _ in fields]),
         rope_positions=torch.cat([torch.from_numpy(positions) for _, positions in fields]),
     )
-    (batch,) = pack(experience, experience.num_tokens, device=model.device)
+    (batch,) = pack(experience, experience.num_tokens, device=device)
+    return batch
+
+
+def _show(batch: Any, model: Any, sequences: Any) -> None:
+    """Adds the images of a micro-batch to its sequences, as in training."""
+    from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
+
     vars(sequences)[ROPE_POSITIONS] = batch.experience.rope_positions.T
     vars(sequences)[IMAGES] = model.tower_pass([batch], trains=False).shown(0, partial(model.rows_of_tokens, batch))
 
@@ -471,8 +477,6 @@ SHARDED_GRID = Grid((0,), copies=1)
 def run_sharded(checked: Checked, samples: Samples) -> States:
     """Returns the states for all samples, packed into one micro-batch as in training, in a world of one rank. Raises
     UserError if the checkpoint cannot be read or trained."""
-    if checked.images is not None:
-        raise UserError("--images: got backend fsdp; expected --backend megatron for samples with images")
     device = torch.device(checked.device)
     with world_of_one(device) as backend:
         from rltrain.training.fsdp_attention import SEQUENCES
@@ -487,19 +491,24 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             fsdp=schema.Fsdp(),
             device=device,
             trains=False,
+            sight=_sight_of(checked),
         )
         load_parameters(checked.path, model.layout, 0, dict(model.weights), config_key="--checkpoint")
         module: Any = model.module
         notes = Notes()
-        notes.watch_decoder(module.language_model.model)
-        tokens = torch.tensor([token for sample in samples for token in sample], device=device)
-        sequences = model.sequences([len(sample) for sample in samples])
-        with torch.no_grad():
-            logits = module(
-                input_ids=tokens[None],
-                position_ids=sequences.positions[None],
-                use_cache=False,
-                **{SEQUENCES: sequences},
-            )
-            notes.add(LOGITS, logits)
+        if checked.images is None:
+            notes.watch_decoder(module.language_model.model)
+            tokens = torch.tensor([token for sample in samples for token in sample], device=device)
+            sequences = model.sequences([len(sample) for sample in samples])
+            given = {"input_ids": tokens[None], "position_ids": sequences.positions[None], SEQUENCES: sequences}
+            with torch.no_grad():
+                notes.add(LOGITS, module(use_cache=False, **given))
+        else:
+            from rltrain.training.fsdp_vision import shown_in
+
+            notes.watch_seeing_decoder(module.language_model.model.language_model)
+            batch = _packed(checked.images, samples, device)
+            with torch.no_grad():
+                shown = shown_in(model.tower_pass([batch], trains=False), 0, batch, model.share)
+                notes.add(LOGITS, model.outputs(batch, shown))
     return notes.states(samples)

@@ -7,6 +7,7 @@ import secrets
 import shlex
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from rltrain.data.chat_template import ChatTemplate, ends_of_turns
 from rltrain.data.hub import named_checkpoint
 from rltrain.data.tokenizer import TextDecoder, end_token_ids, load_tokenizer
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
+from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.request_images import MAX_BODY_BYTES, ServedImages
 from rltrain.endpoint.requests import RequestLimits, SamplingRules
 from rltrain.endpoint.served_engine import EngineSettings, Reloads, dtype_of, load_engine, longest_context
 from rltrain.errors import ConfigError, DivergenceError, UserError
@@ -96,14 +99,19 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         arguments.max_running_requests,
         arguments.kv_cache_gb or "auto",
     )
-    engine = load_engine(engine_settings, tokenizer)
+    images = ServedImages.open(checkpoint, "--checkpoint") if arguments.vision else None
+    engine = load_engine(engine_settings, tokenizer, images)
     template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer, (), {})
     ends = tuple(sorted(ends_of_turns(tokenizer, end_token_ids(checkpoint, "--checkpoint"), template)))
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
         SamplingRules(SamplingParams(given.temperature, given.top_p, given.top_k, context, ends), "request"),
         RequestLimits(
-            context, architecture.vocab_size, max_turns=arguments.max_requests, max_sessions=arguments.max_requests
+            context,
+            architecture.vocab_size,
+            max_turns=arguments.max_requests,
+            max_sessions=arguments.max_requests,
+            **({"max_body_bytes": MAX_BODY_BYTES} if arguments.vision else {}),
         ),
         model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
@@ -114,28 +122,42 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         end_tokens=ends,
     )
     mailbox = EngineMailbox(arguments.max_requests)
-    reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake)
-    server = EndpointServer(mailbox, tokenizer, settings, control=reloads)
+    reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake, sees=arguments.vision)
+    server = EndpointServer(mailbox, tokenizer, settings, forget_session(images), reloads, images)
     server.start()
     print(greeting(server.url, settings, tokenizer), flush=True)
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     try:
-        draw_turns(feed, stopping, reloads)
+        draw_turns(feed, stopping, reloads, images)
     finally:
         mailbox.close("the server stops")
         server.stop()
         engine.close()
+        if images is not None:
+            images.store.close()
     print("serve: stopped", flush=True)
 
 
-def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | None = None) -> None:
-    """Steps the engine while there are requests, until `stopping` is set. Requested weights are loaded between two
-    steps."""
+def forget_session(images: ServedImages | None) -> Callable[[RecordedSession], None]:
+    """Returns a function that ends the use of the images of an ended session."""
+    return lambda session: None if images is None else images.forget(session.id)
+
+
+def draw_turns(
+    feed: EngineFeed,
+    stopping: threading.Event,
+    reloads: Reloads | None = None,
+    images: ServedImages | None = None,
+) -> None:
+    """Steps the engine while there are requests, until `stopping` is set. Between two steps requested weights are
+    loaded, and images of ended requests are removed."""
     engine, mailbox = feed.engine, feed.mailbox
     assert mailbox is not None, "this process is the engine's first rank"
     while not stopping.is_set():
         if reloads is not None:
             reloads.carry_out()
+        if images is not None:
+            images.advance()
         feed.begin_step(feed.mail() or Mail())
         if engine.num_unfinished:
             try:
@@ -198,6 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", help="name in answers (default: the name of the folder)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: the first GPU, if there is one)")
+    parser.add_argument("--vision", action="store_true", help="load the vision tower; requests may then have images")
     parser.add_argument("--max-context-tokens", type=int, help="most tokens of prompt and response together")
     parser.add_argument("--max-running-requests", type=int, default=64, help="most requests at once; others wait")
     parser.add_argument("--max-requests", type=int, default=1024, help="most requests in total; more are refused")

@@ -93,6 +93,28 @@ def text_of_blocks(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
+def _content_of(content: object, where: str) -> str | list[dict[str, Any]]:
+    """Returns the content of a chat message in OpenAI's form: a text, or parts if there are images.
+
+    Raises RequestRefused like `text_of_blocks`, and for images that are not base64 text.
+    """
+    if not isinstance(content, list) or all(object_in(block, where).get("type") != "image" for block in content):
+        return text_of_blocks(content, where)
+    return [
+        _image(block, where)
+        if block.get("type") == "image"
+        else {"type": "text", "text": text_of_blocks([block], where)}
+        for block in (object_in(block, where) for block in content)
+    ]
+
+
+def _image(block: Block, where: str) -> dict[str, Any]:
+    source = object_in(block.get("source"), f"{where}.source")
+    if source.get("type") != "base64":
+        raise unsupported(f"{where}.source", source.get("type"), "base64, as nothing is downloaded")
+    return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
+
+
 def _function(tool: Block) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom") or "name" not in tool:
         raise unsupported("tools", tool.get("type"), "tools with a name and an input_schema")
@@ -115,7 +137,7 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
     for block in (object_in(block, f"{where}.content") for block in content):
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
-            result = text_of_blocks(block.get("content") or "", f"{where}.content")
+            result = _content_of(block.get("content") or "", f"{where}.content")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
@@ -123,7 +145,7 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
     if texts or calls or role == "assistant":
-        spoken: dict[str, Any] = {"role": role, "content": text_of_blocks(texts, f"{where}.content")}
+        spoken: dict[str, Any] = {"role": role, "content": _content_of(texts, f"{where}.content")}
         yield spoken | ({"tool_calls": calls} if calls else {})
 
 
@@ -147,8 +169,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     """POST /v1/messages/count_tokens: returns the number of prompt tokens."""
     session_of(service, request)
     asked, _ = await read_json(request, PromptFields, service.limits.max_body_bytes)
-    _, tokens = asked.opening(service).begin(History())
-    return JSONResponse({"input_tokens": len(tokens)})
+    _, context = asked.opening(service).begin(History())
+    return JSONResponse({"input_tokens": len(context.ids)})
 
 
 def _shell(answer: Answer, service: Service) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from rltrain.endpoint.openai import (
     stop_strings_of,
 )
 from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.request_images import RequestImages
 from rltrain.endpoint.requests import AskedSampling, RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
 from rltrain.endpoint.served_engine import Reloads
 from rltrain.endpoint.service import (
@@ -352,7 +353,7 @@ class EndpointServer:
     """Serves `turns` over HTTP from `start` to `stop`. Methods may be called from all threads except the server's own.
 
     `on_end` receives every ended session, in the server's thread. With `control` a client with `settings.token` may
-    have the engine load other weights.
+    have the engine load other weights. With `images` requests may have images.
     """
 
     def __init__(
@@ -362,6 +363,7 @@ class EndpointServer:
         settings: EndpointSettings,
         on_end: Callable[[RecordedSession], None] = lambda _: None,
         control: Reloads | None = None,
+        images: RequestImages | None = None,
     ) -> None:
         self._sessions = Sessions(
             turns,
@@ -370,6 +372,7 @@ class EndpointServer:
             seed=settings.seed,
             first_sample_id=settings.first_sample_id,
             on_end=on_end,
+            images=images,
         )
         self._service = Service(
             self._sessions,
@@ -380,6 +383,7 @@ class EndpointServer:
             settings.answers_passers_by,
             control,
             settings.end_tokens,
+            images,
         )
         self._socket = _listen(settings.host, settings.port)
         self._host = settings.host

@@ -355,6 +355,7 @@ async def _completion_chunks(answer: Answer, asked: CompletionRequest, service: 
 # within a session.
 
 MESSAGE_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART = "input_image"
 
 
 class ResponsesRequest(SamplingFields):
@@ -429,7 +430,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text_of(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _content_of(item.get("content"))})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -446,19 +447,27 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text_of(content: object) -> str:
+def _content_of(content: object) -> str | list[dict[str, Any]]:
+    """Returns the content of a chat message: a text, or parts if there are images."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in (object_in(part, "input") for part in (content if isinstance(content, list) else ())):
-        if part.get("type") not in MESSAGE_PARTS:
-            raise unsupported("input", part.get("type"), "parts of text")
-        texts.append(text_in(part, "input"))
-    return "".join(texts)
+        if part.get("type") == IMAGE_PART:
+            parts.append({**part})
+        elif part.get("type") in MESSAGE_PARTS:
+            parts.append({"type": "text", "text": text_in(part, "input")})
+        else:
+            raise unsupported("input", part.get("type"), f"parts of text or {IMAGE_PART}")
+    if any(part["type"] == IMAGE_PART for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
-def _output_of(output: object) -> str:
-    return _text_of(output) if isinstance(output, list) else output if isinstance(output, str) else json.dumps(output)
+def _output_of(output: object) -> str | list[dict[str, Any]]:
+    return (
+        _content_of(output) if isinstance(output, list) else output if isinstance(output, str) else json.dumps(output)
+    )
 
 
 async def responses(service: Service, request: Request) -> Response:

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.data.assistant_turn import UNFINISHED_CHARACTER, before_marks, settled, special_tokens
 from rltrain.data.chat_format import ChatFormat
-from rltrain.data.chat_template import arguments_of, text_of
+from rltrain.data.chat_template import arguments_of
+from rltrain.data.image_parts import images_of
+from rltrain.data.images import Context, ImageSource
+from rltrain.endpoint.request_images import shared_content
 from rltrain.endpoint.requests import invalid
 from rltrain.environments.interface import Message, ToolCall
 from rltrain.errors import DataError
@@ -231,7 +234,7 @@ def _digest(before: ChatKey, value: object) -> ChatKey:
 
 def _canonical(message: Message) -> list[object]:
     """Returns the parts of a message that clients leave unchanged when they send it back."""
-    role, content = message.get("role"), text_of(message.get("content"))
+    role, content = message.get("role"), shared_content(message.get("content"))
     if role != "assistant":
         return [role, content, message.get("name")]
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
@@ -255,9 +258,17 @@ class Reply:
 class Opening(ABC):
     """The prompt of a request, in one of several forms."""
 
+    @property
+    def sources(self) -> tuple[ImageSource, ...]:
+        """The images of the whole prompt."""
+        return ()
+
     @abstractmethod
-    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
-        """Returns the turn to continue and the tokens to append. Returns (None, all tokens) for a new trajectory."""
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, Context]:
+        """Returns the turn to continue and the tokens to append, with the images among them.
+
+        Returns (None, all tokens) for a new trajectory.
+        """
 
     @abstractmethod
     def read(self, tokens: Sequence[int], stop: Sequence[str], mark: str) -> Reply:
@@ -286,18 +297,23 @@ class ChatOpening(Opening):
         return chat_keys(self.tools, self.messages)
 
     @cached_property
+    def sources(self) -> tuple[ImageSource, ...]:
+        """The images of the messages."""
+        return images_of(self.messages)
+
+    @cached_property
     def call_ids(self) -> frozenset[str]:
         """The ids of tool calls in the messages."""
         calls = (call for message in self.messages for call in message.get("tool_calls") or ())
         return frozenset(id for call in calls if isinstance(id := call.get("id"), str))
 
-    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, Context]:
         end, count = history.after_messages(self.keys)
         if end is not None:
             with suppress(DataError):  # the template cannot continue this turn, so start again
-                return end, self.format.continuation(end.turn_tokens, self.messages[count:]).ids
+                return end, self.format.continuation(end.turn_tokens, self.messages[count:])
         try:
-            return None, self.format.prompt(self.messages).ids
+            return None, self.format.prompt(self.messages)
         except DataError as error:
             raise invalid(str(error), "messages") from error
 
@@ -335,9 +351,9 @@ class TextOpening(PlainOpening):
 
     text: str
 
-    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, Context]:
         end, length = history.after_text(self.text)
-        return end, self.tokens.encode(self.text[length:], begins=end is None)
+        return end, Context(self.tokens.encode(self.text[length:], begins=end is None))
 
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end, text=self.text + reply.text)
@@ -349,9 +365,9 @@ class IdsOpening(PlainOpening):
 
     ids: tuple[int, ...]
 
-    def begin(self, history: History) -> tuple[PlaceOfTurn | None, tuple[int, ...]]:
+    def begin(self, history: History) -> tuple[PlaceOfTurn | None, Context]:
         end, length = history.after_ids(self.ids)
-        return end, self.ids[length:]
+        return end, Context(self.ids[length:])
 
     def remember(self, history: History, end: PlaceOfTurn, reply: Reply) -> None:
         history.add(end)

@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import held_piece, load_parameters, within
+from rltrain.config.models import VisionSettings
 from rltrain.data.tokenizer import TextDecoder
+from rltrain.endpoint.request_images import RequestImages
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.models import read_architecture
 from rltrain.models.checkpoint_model import positions_of
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.table import Array, item_bytes
+from rltrain.models.vision import Vision
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.block_tables import budget_of
+from rltrain.rollout.embedded.block_tables import GB, budget_of
+from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.workspace import PASS_TOKENS, workspace
 from rltrain.runtime.grid import Grid
@@ -48,9 +52,16 @@ class EngineSettings:
     kv_cache_gb: float | str = "auto"
 
 
-def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") -> EmbeddedEngine:
-    """Returns an engine with the whole checkpoint on one device. Raises UserError if it cannot be served."""
-    architecture = read_architecture(settings.checkpoint, "--checkpoint")
+VISION = VisionSettings()
+"""The settings of a served tower."""
+
+
+def load_engine(
+    settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase", images: RequestImages | None = None
+) -> EmbeddedEngine:
+    """Returns an engine with the whole checkpoint on one device, and its tower for `images` if given. Raises UserError
+    if it cannot be served."""
+    architecture = read_architecture(settings.checkpoint, "--checkpoint", sees=images is not None)
     dtype = dtype_of(settings)
     grid = Grid((0,))
     layout = engine_layout(architecture, grid, dtype=dtype)
@@ -62,6 +73,7 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
         num_running=settings.max_running_requests,
         prefill_tokens=max(PASS_TOKENS, settings.max_context_tokens),
         item_bytes=item_bytes(dtype),
+        vision=None if images is None else VISION,
     )
     return EmbeddedEngine(
         architecture,
@@ -73,6 +85,21 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
         device=settings.device,
         tokenizer=TextDecoder(tokenizer),
         kv_budget=budget_of(settings.kv_cache_gb, settings.device, needed.generating),
+        images=None if images is None else _encoder(settings, architecture.vision, parameters, images),
+    )
+
+
+def _encoder(
+    settings: EngineSettings, vision: Vision | None, parameters: Mapping[str, Tensor], images: RequestImages
+) -> EngineImages:
+    assert vision is not None, "the architecture was read with its tower"
+    return EngineImages(
+        vision,
+        tower_of(vision, settings.checkpoint, parameters, {}, settings.device),
+        images.store,
+        (images.rules.mean, images.rules.std),
+        ImageLimits(VISION.max_patches, VISION.engine_cache_gb * GB),
+        settings.device,
     )
 
 
@@ -182,11 +209,14 @@ class _Reload:
 class Reloads:
     """Weight updates for an engine in another thread. That thread calls `carry_out`; `wake` makes it do so."""
 
-    def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None], *, sees: bool = False
+    ) -> None:
+        """`sees` means that the engine has the checkpoint's vision tower."""
         self.checkpoint = checkpoint
         """The whole checkpoint loaded last."""
-        self._engine, self._wake = engine, wake
-        self._architecture = read_architecture(checkpoint, "--checkpoint")
+        self._engine, self._wake, self._sees = engine, wake, sees
+        self._architecture = read_architecture(checkpoint, "--checkpoint", sees=sees)
         self._layout = engine_layout(self._architecture, Grid((0,)), dtype=dtype)
         assert engine.policy_version is not None
         self._version, self._labels = engine.policy_version, {engine.policy_version: STARTED_WITH}
@@ -229,7 +259,7 @@ class Reloads:
 
     def _load_whole(self, asked: _Reload) -> None:
         """Loads a checkpoint. Reads all of it before it overwrites anything."""
-        if read_architecture(asked.checkpoint, "model_path") != self._architecture:
+        if read_architecture(asked.checkpoint, "model_path", sees=self._sees) != self._architecture:
             raise CheckpointError(
                 f"model_path: the model in {asked.checkpoint} has another architecture than the served model, "
                 f"{self.checkpoint}; expected the same. Start another server for it"

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 
 from rltrain.config.section import Temperature, TopK, TopP
 from rltrain.data.chat_format import ChatFormat
-from rltrain.data.chat_template import text_of
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import ChatOpening, IdsOpening, Opening, TextOpening, TokenText
+from rltrain.endpoint.request_images import RequestImages, content_of
 from rltrain.endpoint.requests import RequestLimits, RequestRefused, SamplingRules, invalid, unsupported
 from rltrain.endpoint.served_engine import Reloads
 from rltrain.endpoint.session import Asked, Repetition, Session, Sessions
@@ -112,15 +112,17 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
 
-NO_IMAGES = "the endpoint takes no images"
 _MESSAGES = TypeAdapter(list[ChatMessage])
 
 
-def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Returns the messages with plain text as content and role `system` for `developer`. Raises RequestRefused."""
+def checked(messages: Sequence[Mapping[str, Any]], *, sees: bool = False) -> tuple[Message, ...]:
+    """Returns the messages with the content of `content_of`, and role `system` for `developer`.
+
+    Raises RequestRefused, also for images unless the model `sees`.
+    """
     try:
         _MESSAGES.validate_python(list(messages))
-        made = [{**message, "content": text_of(message.get("content"), NO_IMAGES)} for message in messages]
+        made = [{**message, "content": content_of(message, sees=sees)} for message in messages]
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, ("messages", *first["loc"])))
@@ -158,6 +160,8 @@ class Service:
     """Weight updates of the engine. None if they are not allowed."""
     end_tokens: Collection[int] = ()
     """Further tokens that end a turn in chats, in addition to those of the tokenizer and its template."""
+    images: RequestImages | None = None
+    """The images of requests. None if the model sees none."""
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(self.tokenizer)
@@ -178,7 +182,9 @@ class Service:
         """
         if self.tokenizer.chat_template is None:
             raise invalid("this checkpoint's tokenizer has no chat template; send a text to /v1/completions")
-        messages = checked(given)
+        messages = checked(given, sees=self.images is not None)
+        if self.images is not None:
+            messages = tuple(map(self.images.shared, messages))
         if not messages:
             raise invalid("messages: got none with content; expected at least one", "messages")
         if messages[-1].get("role") == "assistant":
@@ -194,7 +200,13 @@ class Service:
     def _format(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
         """Raises RequestRefused if the checkpoint's chat template does not support the tools."""
         try:
-            made = ChatFormat(self.tokenizer, tools=tools, template_options=options, end_tokens=self.end_tokens)
+            made = ChatFormat(
+                self.tokenizer,
+                tools=tools,
+                template_options=options,
+                end_tokens=self.end_tokens,
+                images=None if self.images is None else self.images.rules,
+            )
             made.require_tools()
         except (ConfigError, DataError) as error:
             raise invalid(f"tools: {error}", "tools") from error
@@ -321,14 +333,19 @@ def repetition(request: Request, body: bytes, part: int = 0) -> Repetition:
 
 
 async def answer_to(session: Session, opening: Opening, asked: Asked, repetition: Repetition) -> Answer:
-    """Returns the session's answer. Raises RequestRefused.
+    """Returns the session's answer, after the images of its prompt are decoded. Raises RequestRefused.
 
     If the same request is under way, waits briefly first. A client that reconnects may be read before the end of its
     first connection is noticed.
     """
-    if session.is_drawing(repetition):
-        await asyncio.sleep(NOTICE_S)
-    return session.answer(opening, asked, repetition)
+    try:
+        await session.keep_images(opening)
+        if session.is_drawing(repetition):
+            await asyncio.sleep(NOTICE_S)
+        return session.answer(opening, asked, repetition)
+    except RequestRefused:
+        session.drop_images()
+        raise
 
 
 async def wait_for(request: Request, answers: Sequence[Answer]) -> None:

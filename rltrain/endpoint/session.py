@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
+from rltrain.data.images import Context
 from rltrain.endpoint.answer import Answer
 from rltrain.endpoint.opening import History, Opening, PlaceOfTurn, RecordedSession, SampleIds, SessionTrajectory
+from rltrain.endpoint.request_images import RequestImages
 from rltrain.endpoint.requests import RequestLimits, RequestRefused, invalid
-from rltrain.errors import one_of
+from rltrain.errors import DataError, one_of
 from rltrain.rewards.answers import EXPECTED_REWARD, is_reward
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.engine_feed import EngineMailbox, PendingTurn
@@ -54,7 +56,7 @@ class Session:
     """An episode, from the endpoint's point of view. Belongs to the server's event loop.
 
     `metadata` comes from the client that opened the session. `seed` determines the tokens of requests without a seed. A
-    session with `is_recorded` False serves one request only.
+    session with `is_recorded` False serves one request only. `images` keeps the images of requests.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Session:
         seed: int,
         metadata: object = None,
         is_recorded: bool = True,
+        images: RequestImages | None = None,
     ) -> None:
         self.id, self.metadata, self.is_recorded = number, metadata, is_recorded
         self.trajectories: dict[int, SessionTrajectory] = {}
@@ -75,6 +78,7 @@ class Session:
         self.responses: dict[str, Answer] = {}
         """Answers by their ids in the Responses API."""
         self._turns, self._limits, self._ids, self._seed = turns, limits, ids, seed
+        self._images = images
         self._history = History()
         self._claims: dict[int, Answer] = {}
         """The answer that is generating the next turn of a trajectory, by the trajectory's id."""
@@ -87,6 +91,20 @@ class Session:
         self._num_turns = 0
         self._num_drawn_tokens = 0
 
+    async def keep_images(self, opening: Opening) -> None:
+        """Waits until the images of a prompt are decoded, before its turns are started. Raises RequestRefused."""
+        if self._images is None or not opening.sources or self.ended_by is not None:
+            return
+        try:
+            await self._images.keep(self.id, opening.sources)
+        except DataError as error:
+            raise invalid(f"messages: {error}", "messages") from error
+
+    def drop_images(self) -> None:
+        """Ends the use of the images of a request without a recorded session."""
+        if self._images is not None and not self.is_recorded:
+            self._images.forget(self.id)
+
     def answer(self, opening: Opening, asked: Asked, repetition: Repetition | None = None) -> Answer:
         """Starts the turns of a request and returns their answer.
 
@@ -98,11 +116,11 @@ class Session:
         if repetition is not None and (known := self._repeated(repetition)) is not None:
             return known
         self._check_budget(asked)
-        end, tokens = opening.begin(self._history)
-        self._refuse_unknown_ids(tokens)
+        end, context = opening.begin(self._history)
+        self._refuse_unknown_ids(context)
         answer = Answer(
             opening,
-            self._wanted(end, tokens, asked),
+            self._wanted(end, context, asked),
             end,
             mark=f"{self._seed}.{next(self._numbers)}",
             settle=self._settle,
@@ -181,38 +199,44 @@ class Session:
                 code="tokens",
             )
 
-    def _refuse_unknown_ids(self, tokens: tuple[int, ...]) -> None:
+    def _refuse_unknown_ids(self, context: Context) -> None:
         vocab_size = self._limits.vocab_size
-        unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        unknown = next((token for token in context.ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise invalid(
                 f"prompt: got the token id {unknown}, given directly or encoded from a text; expected ids from 0 to "
                 f"{vocab_size - 1}, the rows of the model's embedding",
                 "prompt",
             )
+        if self._images is not None and not context.images and self._images.rules.image_token in context.ids:
+            raise invalid(
+                "prompt: got the placeholder of images without an image; expected a chat with images in its messages",
+                "prompt",
+            )
 
-    def _wanted(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> list[PendingTurn]:
+    def _wanted(self, end: PlaceOfTurn | None, context: Context, asked: Asked) -> list[PendingTurn]:
         """Returns one pending turn per choice."""
-        limit = self._turn_limit(end, tokens, asked)
+        limit = self._turn_limit(end, len(context.ids), asked)
         wanted = []
         for choice in range(asked.num_choices):
             continues = end is not None and choice == 0 and self._may_extend(end)
             number = end.trajectory.id if end is not None and continues else self._ids.take()
             seed = self._seed_of(number, asked, choice)
             if end is None:
-                sample = Sample(number, tokens, seed, turn_limit=limit)
+                sample = Sample(number, context.ids, seed, turn_limit=limit, images=context.images)
             else:
                 before = end.sample()
                 seed = before.seed if continues and asked.seed is None else seed
-                sample = replace(before.observed(tokens, turn_limit=limit), id=number, seed=seed)
+                observed = before.observed(context.ids, context.images, turn_limit=limit)
+                sample = replace(observed, id=number, seed=seed)
             sample = replace(sample, goes_on=self.is_recorded)
             wanted.append(PendingTurn(sample, asked.sampling, asked.stop, asked.is_watched))
         return wanted
 
-    def _turn_limit(self, end: PlaceOfTurn | None, tokens: tuple[int, ...], asked: Asked) -> int:
+    def _turn_limit(self, end: PlaceOfTurn | None, num_tokens: int, asked: Asked) -> int:
         """Returns the most response tokens that the trajectory may have at the end of the turn."""
-        prompt = len(tokens) if end is None else len(end.trajectory.sample.prompt)
-        before = 0 if end is None else end.num_tokens + len(tokens)
+        prompt = num_tokens if end is None else len(end.trajectory.sample.prompt)
+        before = 0 if end is None else end.num_tokens + num_tokens
         room = self._limits.max_context_tokens - prompt - before
         if prompt == 0:
             raise invalid("the prompt is empty; expected at least one token", code="empty_prompt")
@@ -249,6 +273,7 @@ class Session:
 
     def _settle(self, answer: Answer, is_taken: bool) -> None:
         self._open.discard(answer)
+        self.drop_images()
         for number in [number for number, claim in self._claims.items() if claim is answer]:
             del self._claims[number]
         if is_taken and self.ended_by is None:
@@ -317,6 +342,7 @@ def summary(session: RecordedSession) -> Mapping[str, object]:
                 "shared_tokens": recorded.num_shared_tokens,
                 "prompt": recorded.sample.prompt,
                 "tokens": recorded.sample.tokens,
+                "images": [{"begin": image.begin, "grid": image.grid} for image in recorded.sample.images],
                 "loss_mask": recorded.sample.loss_mask,
                 "logprobs": recorded.sample.logprobs,
                 "policy_versions": recorded.sample.policy_versions,
@@ -356,8 +382,10 @@ class Sessions:
         seed: int = 0,
         first_sample_id: int = 0,
         on_end: Callable[[RecordedSession], None] = lambda _: None,
+        images: RequestImages | None = None,
     ) -> None:
         self._turns, self._limits, self._seed, self._on_end = turns, limits, seed, on_end
+        self._images = images
         self._token_digest = None if token is None else _digest(token)
         self._ids = SampleIds(first_sample_id)
         self._open: dict[str, Session] = {}
@@ -387,7 +415,7 @@ class Sessions:
 
     def passing(self) -> Session:
         """Returns a session for a single request of a client without a session."""
-        return self._new("", None, None, is_recorded=False)
+        return self._new(f"request_{self._num_opened}", None, None, is_recorded=False)
 
     def is_owner(self, credential: str | None) -> bool:
         """Returns whether the credential may open sessions."""
@@ -436,7 +464,14 @@ class Sessions:
         own = request_seed(self._seed, 0, 0, self._num_opened) if seed is None else seed
         self._num_opened += 1
         return Session(
-            number, self._turns, self._limits, self._ids, seed=own, metadata=metadata, is_recorded=is_recorded
+            number,
+            self._turns,
+            self._limits,
+            self._ids,
+            seed=own,
+            metadata=metadata,
+            is_recorded=is_recorded,
+            images=self._images,
         )
 
     def _expire(self, number: str) -> None:

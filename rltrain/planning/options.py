@@ -108,6 +108,9 @@ def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object
     if config.model.recomputed.granularity == "full":
         yield "model.activation_offload", True
     yield "model.logits_chunk_tokens", CHUNK_TOKENS
+    if vision := config.model.vision:
+        yield "model.vision.max_patches", max(vision.max_patches // 4, 1)
+        yield "model.vision.recompute", True
     for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
         yield from ((f"{role}.micro_batch_tokens", fewer) for fewer in (tokens // 2, tokens // 4))

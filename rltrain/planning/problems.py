@@ -103,6 +103,7 @@ def adapted_model_problems(config: Config, architectures: Mapping[str, Architect
             yield from _problems_of_model(lora_key(role), lora, architectures[role])
             if role == "actor":
                 yield from _served_expert_problems(config, lora, architectures[role])
+                yield from _served_tower_problems(config, lora)
 
 
 def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
@@ -114,6 +115,14 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
     known = targets_in(adaptable_table(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
         yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {listed(known)}"
+
+
+def _served_tower_problems(config: Config, lora: Lora) -> Iterator[str]:
+    if lora.vision and config.rollout.engine == "sglang" and config.keeps_adapters_apart("rollout"):
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine sglang and model.lora.vision, but SGLang adapts only "
+            "the language model; expected merged, or rollout.engine: embedded"
+        )
 
 
 def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:

@@ -44,6 +44,7 @@ from rltrain.tasks.roles import trained_roles
 if TYPE_CHECKING:  # the web stack is imported only with an agent
     from rltrain.endpoint.app import EndpointServer
     from rltrain.endpoint.opening import RecordedSession
+    from rltrain.endpoint.request_images import RequestImages
     from rltrain.endpoint.session import Opened
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,14 @@ class EpisodeSessions:
         self._chat = self._chat_format() if env else None
         self.step = 0
         """The step of the present task."""
+        self._images: list[RequestImages] = []
+        """The images of the requests to each server."""
+
+    def begin(self, step: int) -> None:
+        """Begins a task of `step`. Holds the images of the agents' open sessions until its end."""
+        self.step = step
+        for images in self._images:
+            images.hold_again()
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -299,9 +308,11 @@ class EpisodeSessions:
     ) -> Conversations:
         """Starts a server in front of the engine and returns the conversations of its agents."""
         from rltrain.endpoint.app import EndpointServer, EndpointSettings
+        from rltrain.endpoint.request_images import MAX_BODY_BYTES
         from rltrain.endpoint.requests import RequestLimits, SamplingRules
 
         config, endpoint = self.job.config, self.job.config.rollout.endpoint
+        images = self._of_requests()
         limits = RequestLimits(
             max_context_tokens=config.rollout.max_context_tokens,
             vocab_size=self.job.architecture.vocab_size,
@@ -309,6 +320,8 @@ class EpisodeSessions:
             max_session_turns=config.env.max_turns,
             session_timeout_s=config.env.episode_timeout_s,
         )
+        if images is not None:
+            limits = replace(limits, max_body_bytes=MAX_BODY_BYTES)
         mailbox = EngineMailbox(limits.max_turns)
         recorded: dict[str, RecordedSession] = {}
         engine_number = self.job.grids["rollout"].coordinates(self.job.world.rank).dp
@@ -326,10 +339,22 @@ class EpisodeSessions:
                 end_tokens=dataset.encoder.end_tokens,
             ),
             on_end=lambda session: recorded.update({session.id: session}),
+            images=images,
         )
         server.start()
         self._servers.append((server, mailbox))
-        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), self._feed(engine, mailbox))
+        episodes = AgentEpisodes(server, recorded, images, *arguments, **settings)
+        return Conversations(episodes, self._feed(engine, mailbox))
+
+    def _of_requests(self) -> "RequestImages | None":
+        """Returns the images of requests to a server, or None without model.vision."""
+        from rltrain.endpoint.request_images import RequestImages
+
+        if self.job.images is None or self.job.rows.images is None:
+            return None
+        images = RequestImages(self.job.images, self.job.rows.images, lambda: self.step)
+        self._images.append(images)
+        return images
 
     def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
         """Returns the rows with all columns of the file."""
@@ -376,11 +401,16 @@ class AgentEpisodes(EnvironmentEpisodes):
     """The episodes of agents at `server`. An agent's run cannot cross a checkpoint. It begins again after one."""
 
     def __init__(
-        self, server: "EndpointServer", recorded: "dict[str, RecordedSession]", *arguments: Any, **settings: Any
+        self,
+        server: "EndpointServer",
+        recorded: "dict[str, RecordedSession]",
+        images: "RequestImages | None",
+        *arguments: Any,
+        **settings: Any,
     ) -> None:
-        """`recorded` has the ended sessions by id. The server's thread writes it."""
+        """`recorded` has the ended sessions by id. The server's thread writes it. `images` are those of requests."""
         super().__init__(*arguments, **settings)
-        self.server, self.recorded = server, recorded
+        self.server, self.recorded, self.images = server, recorded, images
         self._sessions: dict[int, Opened] = {}
         """Open sessions by episode."""
 
@@ -406,6 +436,8 @@ class AgentEpisodes(EnvironmentEpisodes):
         reward = event.reward if event.info.get("rewarded") else None
         self.server.end_session(opened.id, "its agent failed" if failed else "its agent ended", status, reward)
         session = self.recorded.pop(opened.id, None)
+        if self.images is not None:
+            self.images.forget(opened.id)
         if failed:
             return Observed(waiting.sample.id, Status.FAILED)
         if session is None or not session.trajectories:

@@ -194,7 +194,7 @@ class Job:
         The samples are from `rows`, by default the prompts of training. Has no effect without model.vision.
         """
         if self.decoder is not None and experience.has("image_keys"):
-            hold_images(self.decoder, rows or self.rows.prompts.train, experience, step)
+            hold_images(self.decoder, self.rows.prompts.train if rows is None else rows, experience, step)
 
 
 class Role:

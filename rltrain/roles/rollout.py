@@ -138,7 +138,8 @@ class DrawingRole(Role):
         plan, dataset = self.config.evaluations[number], self.job.rows.prompts.evaluations[number]
         num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
         conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
-        draw, self.sessions.step = crc32(plan.name.encode()), step
+        draw = crc32(plan.name.encode())
+        self.sessions.begin(step)
         images = self.prompt_images(dataset, lambda position: position)
         if images is not None:
             images.begin(step, ())
@@ -325,7 +326,7 @@ class RolloutRole(DrawingRole):
 
     def generate(self, step: int, chunk: int) -> Metrics:
         """Generates the responses of one chunk of the step's training prompts. Collective over: this engine's ranks."""
-        self.sessions.step = step
+        self.sessions.begin(step)
         if chunk == 0:
             if self.images is not None:
                 self.images.begin(step, self.training.unshipped)

@@ -10,18 +10,21 @@ from tests.support.jobs import column, train_each
 STEPS, PROMPTS, SAMPLES = 3, 8, 4
 ALL = "placement={'actor, reference, rollout, reward': 0-1}"
 APART = "placement={'actor, reference': 0, 'rollout, reward': 1}"
-AHEAD = "schedule={mode: asynchronous, max_staleness: 1, on_stale: mask}"
-IN_FLIGHT = (
-    "schedule={mode: asynchronous, max_staleness: 1, on_stale: mask, partial_rollouts: true, in_flight_sync: true}"
-)
+AHEAD = ("schedule.mode=asynchronous", "schedule.max_staleness=1", "schedule.on_stale=mask")
+PARTIAL = ("schedule.partial_rollouts=true", "schedule.oversampling=1.0", "rollout.max_running_requests=8")
 JOBS = {
     "data parallel": [ALL],
     "tensor parallel": [ALL, "actor.parallel={tp: 2}", "rollout.parallel={tp: 2}"],
     "pipeline parallel": [ALL, "actor.parallel={pp: 2}"],
     "context parallel": [ALL, "actor.parallel={cp: 2}"],
+    "critic": ["placement={'actor, critic, rollout, reward': 0-1}", "algorithm=ppo"],
     "apart": [APART],
     "ahead": [APART, *AHEAD],
-    "in flight": [APART, *AHEAD, *IN_FLIGHT],
+    "partial, without a cache": [APART, *AHEAD, *PARTIAL, "data.images.cache_gb=0"],
+    "dynamic sampling": [ALL, "batch.dynamic_sampling={max_drawn: 3}"],
+    "fully sharded": [ALL, "actor.backend=fsdp", "reference.backend=fsdp"],
+    "adapters": [ALL, "model.lora={rank: 4}"],
+    "evaluated elsewhere": ["placement={'actor, reference, rollout, reward': 0, evaluation: 1}"],
 }
 
 

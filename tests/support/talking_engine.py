@@ -14,6 +14,7 @@ from rltrain.cli.serve import draw_turns
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.app import EndpointServer, EndpointSettings
 from rltrain.endpoint.opening import RecordedSession
+from rltrain.endpoint.request_images import RequestImages
 from rltrain.endpoint.requests import Policy, RequestLimits, SamplingRules
 from rltrain.endpoint.session import Session
 from rltrain.rollout.engine import Engine, SamplingParams, check_samples, response_limit, served_version
@@ -180,11 +181,13 @@ def endpoint(
     drawn_by: Engine | None = None,
     chat_template: str = CHATML,
     end_tokens: Collection[int] = (),
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    images: RequestImages | None = None,
     **limits: Any,
 ) -> Iterator[Endpoint]:
     """Runs an endpoint. OWNER is the token of its owner. `drawn_by` is an engine to use instead of the
-    TalkingEngine."""
-    tokenizer = byte_tokenizer(chat_template)
+    TalkingEngine. `images` lets requests have images."""
+    tokenizer = tokenizer or byte_tokenizer(chat_template)
     engine = TalkingEngine(tokenizer, say, num_slots, context_tokens)
     engine.before_step = before_step
     own = sampling or SamplingParams(1.0, 1.0, 0, context_tokens, (tokenizer.eos_token_id,))
@@ -193,7 +196,7 @@ def endpoint(
         SamplingRules(own, policy), bounds, "model", OWNER, answers_passers_by=True, end_tokens=end_tokens
     )
     mailbox, ended = EngineMailbox(bounds.max_turns), []
-    server = EndpointServer(mailbox, tokenizer, settings, ended.append)
+    server = EndpointServer(mailbox, tokenizer, settings, ended.append, images=images)
     stopping = threading.Event()
     feed = EngineFeed(drawn_by or engine, TextDecoder(tokenizer), mailbox)
     steps = threading.Thread(target=draw_turns, args=(feed, stopping))

@@ -282,7 +282,7 @@ def test_what_is_refused_is_an_error_that_clients_understand(
         client.chat.completions.create(model="any", messages=[user("x" * 5000)])
     assert too_long.value.code == "context_length_exceeded"
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    with pytest.raises(openai.BadRequestError, match="image_url.*the endpoint takes no images"):
+    with pytest.raises(openai.BadRequestError, match="image_url.*takes no images: model.vision is not set"):
         client.chat.completions.create(model="any", messages=[picture])
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         client.responses.create(model="any", input="x", previous_response_id="resp_1")

@@ -148,6 +148,16 @@ def test_experts_in_sglang_have_no_adapters_apart() -> None:
     assert not [*adapted_model_problems(apart, {"actor": tiny_architecture()})]
 
 
+def test_towers_in_sglang_have_no_adapters_apart() -> None:
+    def problems(**rollout: str) -> list[str]:
+        config = make_config({"vision": True}, {"vision": {}}, weight_sync={"adapters": "apart"}, rollout=rollout)
+        return [*adapted_model_problems(config, {"actor": tiny_architecture("qwen3_vl")})]
+
+    (refused,) = problems(engine="sglang")
+    assert "apart with rollout.engine sglang and model.lora.vision" in refused
+    assert not problems(engine="embedded")
+
+
 def test_there_is_nothing_to_keep_apart_without_adapters() -> None:
     values = make_config({}, weight_sync={"adapters": "apart"}).model_dump()
     with pytest.raises(ConfigError, match="weight_sync.adapters: got apart without model.lora; expected merged"):

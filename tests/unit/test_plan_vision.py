@@ -1,6 +1,6 @@
 """A dry run estimates the bytes and seconds of vision towers and images."""
 
-from collections.abc import Iterator
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from rltrain.config.schema import Config
@@ -19,12 +20,12 @@ from rltrain.planning.description import describe_job
 from rltrain.planning.hardware import GB, GPUS
 from rltrain.planning.images import most_image_tokens, tower_bytes
 from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
-from rltrain.planning.options import DryRunOptions
+from rltrain.planning.options import DryRunOptions, best_changes
 from rltrain.planning.planned import PlannedJob, Workload, plan_job, trained_elements
 from rltrain.planning.task_time import TrainingTime, drawing
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement
-from tests.support.counting_images import grpo, write_config, write_rows
+from tests.support.counting_images import GRPO
 from tests.support.vision_checkpoints import CONFIGS, load_model, tiny_vision, write_checkpoint
 
 H100 = GPUS["h100"]
@@ -145,6 +146,13 @@ def test_fewer_patches_at_a_time_take_less(seeing: Architecture) -> None:
     assert kept["vision tower"] >= large["vision tower"] and kept["activations"] == small["activations"]
 
 
+def test_a_dry_run_proposes_smaller_pieces(seeing: Architecture) -> None:
+    large = replace(seeing, vision=replace(tiny_vision("qwen3_vl"), hidden=4096, depth=40, ffn=16384))
+    short = {"sampling": {"max_response_tokens": 64}, "max_context_tokens": 320}
+    job = job_of(large, actor={"micro_batch_tokens": 320}, rollout=short)
+    assert "model.vision.max_patches: 4096" in {change.text for change in best_changes(job, H100, lambda job: True)}
+
+
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_runs_without_images_take_what_they_did(seeing: Architecture, backend: str) -> None:
     texts = language_model(seeing)
@@ -196,10 +204,15 @@ def test_prefill_encodes_the_images_of_each_prompt_once(seeing: Architecture) ->
 
 
 @pytest.fixture
-def described(checkpoint: Path, tmp_path: Path) -> Iterator[str]:
-    rows = write_rows(tmp_path, "train", 20, seed=0)
-    path = write_config(tmp_path / "config.yaml", **grpo(checkpoint, rows, rows, 2))
-    yield describe_job(path, [f"output_dir={tmp_path / 'out'}"], DryRunOptions())
+def described(checkpoint: Path, tmp_path: Path) -> str:
+    Image.new("RGB", (56, 56)).save(tmp_path / "image.png")
+    row = {"prompt": "<image>red?", "images": ["image.png"], "label": "1"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(3 * (json.dumps(row) + "\n"))
+    overrides = [f"model.path={checkpoint}", f"data.train.path={rows}", f"data.eval.path={rows}"]
+    return describe_job(
+        GRPO, [*overrides, "data.max_prompt_tokens=64", "rollout.max_context_tokens=66"], DryRunOptions()
+    )
 
 
 def test_a_dry_run_tells_about_images(described: str) -> None:

@@ -186,6 +186,17 @@ def test_without_model_vision_the_language_model_is_trained(kind: Kind, tmp_path
     assert trained.evaluate(samples, max_tokens=TOGETHER) == pytest.approx(torch.cat(expected), abs=TOLERANCE)
 
 
+def test_adapters_of_the_tower_drop_the_same_elements_in_backward(qwen3_vl: Reference, train: Any) -> None:
+    reports = []
+    for recompute in (True, False):
+        vision = schema.VisionSettings(recompute=recompute, max_patches=100)
+        trained = train(qwen3_vl.folder, vision=vision, lora=Lora(rank=2, vision=True, dropout=0.5, targets=("qkv",)))
+        for name, weight in trained.model.learned.items():
+            weight.fill_(0.1 if "lora_B" in name else 0.3)
+        reports.append(trained.train_batch(experience_of(SAMPLES), summed_logprobs))
+    assert reports[0] == pytest.approx(reports[1], rel=RELATIVE)
+
+
 @pytest.mark.parametrize("vision", [False, True])
 def test_adapters_of_the_tower_are_trained_if_asked_for(qwen3_vl: Reference, train: Any, vision: bool) -> None:
     trained = train(qwen3_vl.folder, lora=Lora(rank=2, vision=vision))
