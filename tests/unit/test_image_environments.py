@@ -77,7 +77,9 @@ def one(played: Environment, text: str) -> StepResult:
 FRAME = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 
 
-@pytest.mark.parametrize("image", [FRAME, Image.fromarray(FRAME), Image.fromarray(FRAME).convert("RGBA")], ids=str)
+@pytest.mark.parametrize(
+    "image", [FRAME, Image.fromarray(FRAME), Image.fromarray(FRAME).convert("RGBA")], ids=["array", "RGB", "RGBA"]
+)
 def test_images_in_messages_become_png_files(image: Any) -> None:
     (part, text) = parts_of([{"role": "user", "content": [{"type": "image", "image": image}, {"text": "what?"}]}])
     assert np.array_equal(picture_of(part), FRAME) and text == {"text": "what?"}

@@ -2,153 +2,53 @@
 
 import base64
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
 from pyarrow import parquet
-from transformers import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rltrain.config import schema
-from rltrain.data.chat_format import ChatFormat, Conversation
 from rltrain.data.columns import read_columns
 from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.data.image_parts import images_of, with_references
-from rltrain.data.images import ImageRules, ImageSource, png_of
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts, measured_images
+from rltrain.data.images import ImageRules, ImageSource
+from rltrain.data.prompts import PromptDataset, load_prompts, measured_images
 from rltrain.data.row_index import IndexedRows, IndexFolder
 from rltrain.data.rows import read_rows, rows_of_table
-from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_tokenizer
-from rltrain.errors import CheckpointError, DataError
+from rltrain.data.tokenizer import ModelLimits
+from rltrain.errors import DataError
 from rltrain.models.rope_positions import rope_positions
 from rltrain.roles.inputs import identity
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
-from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, VISION_END, VISION_START, write_checkpoint
-
-
-class Processor(Qwen2_5_VLProcessor):
-    """transformers' processor without its video processor, which needs torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, "qwen2_5_vl")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def processor(checkpoint: Path) -> Processor:
-    tokenizer = load_tokenizer(checkpoint)
-    images = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
-    return Processor(images, tokenizer, None, chat_template=tokenizer.chat_template)
-
-
-def encoder_of(checkpoint: Path, data: schema.Data, *, sees: bool = True) -> PromptEncoder:
-    images = ImageRules.read(checkpoint, data.images) if sees else None
-    return PromptEncoder(load_tokenizer(checkpoint), data, images=images)
-
-
-Load = Callable[..., PromptDataset]
-
-
-@pytest.fixture
-def load(checkpoint: Path) -> Load:
-    def loaded(
-        path: Path,
-        needs: Needs = "label",
-        model: ModelLimits = UNKNOWN_MODEL,
-        columns: dict[str, Any] | None = None,
-        sees: bool = True,
-        **keys: Any,
-    ) -> PromptDataset:
-        file = schema.PromptFile(path=str(path), **{"label_key": None, **(columns or {})})
-        data = schema.Data(train=file, **keys)
-        encoder = encoder_of(checkpoint, data, sees=sees)
-        return load_prompts(file, data, encoder, needs=needs, config_key="data.train", model=model)
-
-    return loaded
-
-
-def picture(height: int, width: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), np.uint8))
-
-
-SIZES = {"square": (56, 56), "wide": (30, 100), "tall": (90, 60)}
-PICTURES = {name: picture(*size) for name, size in SIZES.items()}
-FILES = {name: png_of(image) for name, image in PICTURES.items()}
-URLS = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in FILES.items()}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Returns a folder with the pictures as files."""
-    for name, data in FILES.items():
-        (tmp_path / f"{name}.png").write_bytes(data)
-    return tmp_path
-
-
-def jsonl(folder: Path, *rows: object) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def table(folder: Path, *rows: dict[str, Any]) -> Path:
-    path = folder / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
-    return path
-
-
-def user(*parts: Any) -> dict[str, Any]:
-    return {"role": "user", "content": [*parts]}
-
-
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
-
-
-def expected_ids(processor: Processor, *messages: dict[str, Any], generation_prompt: bool = True) -> tuple[int, ...]:
-    """Returns transformers' ids of messages. Parts of type image name one of PICTURES."""
-    shown = [
-        {**message, "content": [{**part, **_picture(part)} for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
-    found = processor.apply_chat_template(
-        shown, tokenize=True, add_generation_prompt=generation_prompt, return_dict=True
-    )
-    return tuple(found["input_ids"][0])
-
-
-def _picture(part: dict[str, Any]) -> dict[str, Any]:
-    return {"image": PICTURES[part["image"]]} if part["type"] == "image" else {}
-
-
-def image(name: str) -> dict[str, Any]:
-    return {"type": "image", "image": name}
-
-
-def spans(ids: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns begin and number of tokens of each image in ids. The template has marks around images."""
-    begins = [place + 1 for place, token in enumerate(ids) if token == VISION_START]
-    ends = [place for place, token in enumerate(ids) if token == VISION_END]
-    assert all(set(ids[begin:end]) == {IMAGE_TOKEN} for begin, end in zip(begins, ends, strict=True))
-    return [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
-
+from tests.support.image_rows import (
+    FILES,
+    SIZES,
+    URLS,
+    Load,
+    Processor,
+    checkpoint,
+    encoder_of,
+    expected_ids,
+    folder,
+    image,
+    jsonl,
+    load,
+    picture,
+    processor,
+    said,
+    spans,
+    table,
+    text,
+    user,
+)
+from tests.support.vision_checkpoints import MERGE
 
 # Forms of rows.
 
@@ -196,6 +96,8 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "a text": lambda: {"prompt": "<image>or<image>?", "images": ["wide.png", URLS["tall"]]},
 }
+
+__all__ = ["checkpoint", "folder", "load", "processor"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -255,8 +157,8 @@ PIC = {"images_key": "pic"}
 def test_rows_with_and_without_images(load: Load, processor: Processor, folder: Path) -> None:
     rows = ({"prompt": "One"}, {"prompt": "Two", "images": []}, {"prompt": "Three", "images": None})
     dataset = load(jsonl(folder, *rows, {"prompt": "Four<image>", "images": ["square.png"]}))
-    for row, said in enumerate(("One", "Two", "Three")):
-        assert dataset.context(row) == (expected_ids(processor, {"role": "user", "content": said}), (), ())
+    for row, prompt in enumerate(("One", "Two", "Three")):
+        assert dataset.context(row) == (expected_ids(processor, {"role": "user", "content": prompt}), (), ())
     assert dataset.prompt_tokens(3) == expected_ids(processor, user(text("Four"), image("square")))
 
 
@@ -456,10 +358,6 @@ def config(checkpoint: Path, path: Path, algorithm: str = "sft", **data: Any) ->
     )
 
 
-def said(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
 def test_demonstrations_have_keys_and_positions_of_images(checkpoint: Path, processor: Processor, folder: Path) -> None:
     conversation = [*(user({"type": "image", "path": "wide.png"}, text("a")), said("b"))]
     conversation += [user(text("c"), {"type": "image", "path": "tall.png"}), said("d")]
@@ -569,147 +467,6 @@ def test_images_of_a_row_are_paths_or_data_urls_and_none_without_a_tower(folder:
     first, second = (source.reference for source in load(table(folder, row)).image_sources(0))
     assert first == str(folder / "square.png") and base64.b64decode(second.partition(",")[2]) == FILES["wide"]
     assert load(jsonl(folder, {"prompt": [user(text("?"))]}), sees=False).image_sources(0) == ()
-
-
-# Later turns.
-
-PLAIN = """
-{%- for message in messages -%}
-{%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}{%- endif -%}
-{{ '<|im_start|>' + message.role + '\n' }}
-{%- if message.content is string -%}{{ message.content }}
-{%- else -%}
-{%- set shown = namespace(count=0) -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' or 'image' in part -%}
-{%- set shown.count = shown.count + 1 -%}
-{%- if add_vision_id -%}{{ 'Picture ' ~ shown.count ~ ': ' }}{%- endif -%}
-<|vision_start|><|image_pad|><|vision_end|>
-{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
-WITH_TOOLS = """
-{%- macro content_of(message) -%}
-{%- if message.content is string -%}{{ message.content }}
-{%- else -%}
-{%- for part in message.content or [] -%}
-{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- if tools -%}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{ '<|im_start|>user\n(' + content_of(message) + ')<|im_end|>\n' }}
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\n' + content_of(message) }}
-{%- for call in message.tool_calls or [] -%}
-{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
-{{ call.function.arguments | tojson + '}</tool_call>' }}
-{%- endfor -%}
-{{ '<|im_end|>\n' }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
-"""Templates in the manner of Qwen2.5-VL and Qwen3-VL."""
-LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-def format_with(checkpoint: Path, template: str, *, tools: Sequence[dict[str, Any]] = (), **options: Any) -> ChatFormat:
-    tokenizer = load_tokenizer(checkpoint)
-    tokenizer.chat_template = template
-    images = ImageRules.read(checkpoint, schema.Images())
-    return ChatFormat(tokenizer, tools=tools, template_options=options, images=images)
-
-
-def raw(name: str) -> dict[str, Any]:
-    """Returns a part of type image as a client sends it."""
-    return {"type": "image_url", "image_url": {"url": URLS[name]}}
-
-
-@pytest.mark.parametrize("template", [PLAIN, WITH_TOOLS], ids=["plain", "with tools"])
-@pytest.mark.parametrize("answer", ["user", "tool"])
-def test_later_turns_show_images_as_the_whole_conversation_does(
-    checkpoint: Path, processor: Processor, template: str, answer: str
-) -> None:
-    chat = format_with(checkpoint, template)
-    first = [{"role": "system", "content": "Look."}, user(raw("wide"), text("Which?"))]
-    second = [{"role": answer, "content": [text("here"), raw("tall"), raw("square"), text("?")]}]
-    begun = Conversation.begin(chat, first)
-    followed = begun.drawn(chat.template.encode("b<|im_end|>")).observed(second)
-    messages = [
-        first[0],
-        user(image("wide"), text("Which?")),
-        said("b"),
-        {"role": answer, "content": [text("here"), image("tall"), image("square"), text("?")]},
-    ]
-    reference = Processor(processor.image_processor, chat.tokenizer, None, chat_template=template)
-    assert followed.ids == expected_ids(reference, *messages)
-    assert [(one.begin, one.num_tokens(MERGE)) for one in followed.images] == spans(followed.ids)
-    rules = chat.images
-    assert rules is not None
-    names = ("wide", "tall", "square")
-    assert [one.key for one in followed.images] == [rules.placed(ImageSource(None, FILES[n]), 0).key for n in names]
-    continued = chat.continuation(begun.drawn(chat.template.encode("b<|im_end|>")).last_turn, second)
-    assert continued.images[0].begin == followed.images[1].begin - len(followed.ids) + len(continued.ids)
-    assert [source.read() for source in continued.sources] == [FILES["tall"], FILES["square"]]
-    assert chat.num_tokens(messages_with(second[0], first)) == len(chat.prompt(messages_with(second[0], first)).ids)
-
-
-def messages_with(last: dict[str, Any], first: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [*first, said("b"), last]
-
-
-def test_a_tool_shows_an_image_after_a_call(checkpoint: Path) -> None:
-    chat = format_with(checkpoint, WITH_TOOLS, tools=[LOOK])
-    result = {"role": "tool", "tool_call_id": "call00001", "content": [raw("square"), text("seen")]}
-    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    shown = Conversation.begin(chat, [user(text("Look"))]).drawn(chat.template.encode(f"{call}<|im_end|>"))
-    followed = shown.observed([result])
-    assert [one.num_tokens(MERGE) for one in followed.images] == [16]
-    assert "(<|vision_start|>" in str(chat.tokenizer.decode(followed.ids))
-    assert chat.continuability.tool == "exact"
-
-
-def test_clients_continue_a_conversation_with_the_same_images_in_another_form(checkpoint: Path, folder: Path) -> None:
-    chat = format_with(checkpoint, PLAIN)
-    begun = Conversation.begin(chat, [user({"type": "image", "path": str(folder / "wide.png")}, text("Which?"))])
-    record = begun.drawn(chat.template.encode("b<|im_end|>"))
-    new = user(raw("tall"), text("And?"))
-    same = [user(raw("wide"), text("Which?")), said("b"), new]
-    assert chat.extends(record, same) == (new,)
-    others = [user(raw("tall"), text("Which?")), user(text("Which?")), user(raw("wide"), raw("wide"), text("Which?"))]
-    for other in others:
-        assert chat.extends(record, [other, said("b"), new]) is None
-
-
-def test_numbered_images_are_refused_after_a_turn(checkpoint: Path) -> None:
-    chat = format_with(checkpoint, PLAIN, add_vision_id=True)
-    begun = Conversation.begin(chat, [user(raw("wide"), raw("tall"))])
-    assert "Picture 2: " in str(chat.tokenizer.decode(begun.ids))
-    record = begun.drawn(chat.template.encode("b<|im_end|>"))
-    assert record.observed([user(text("go on"))]).images == begun.images
-    with pytest.raises(DataError, match=r"data\.chat_template_args\.add_vision_id"):
-        record.observed([user(raw("tall"))])
-
-
-def test_a_template_without_a_place_for_images_is_refused(load: Load, checkpoint: Path, folder: Path) -> None:
-    blind = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}"
-    with pytest.raises(DataError, match="1 images, but 0 places for images; expected as many of both: a chat template"):
-        format_with(checkpoint, blind).prompt([user(raw("wide"), text("?"))])
-
-
-def test_a_tokenizer_without_the_placeholder_is_refused(checkpoint: Path) -> None:
-    data = schema.Data(train=schema.PromptFile(path="t"))
-    images = replace(ImageRules.read(checkpoint, data.images), image_token=10_000)
-    encoder = PromptEncoder(load_tokenizer(checkpoint), data, images=images)
-    with pytest.raises(CheckpointError, match=r"no token 10000, the image_token_id of config\.json"):
-        assert encoder.placeholder
 
 
 # Large files, and columns for reward functions.
