@@ -46,7 +46,7 @@ def content_of(message: Mapping[str, Any], *, sees: bool) -> str | list[dict[str
 
 
 def _image_in(part: Mapping[str, Any]) -> ImageSource:
-    held = next((part[name] for name in HOLDERS if part.get(name) is not None), None)
+    held: Any = next((part[name] for name in HOLDERS if part.get(name) is not None), None)
     detail = part.get("detail")
     if isinstance(held, Mapping):
         held, detail = held.get("url"), held.get("detail", detail)

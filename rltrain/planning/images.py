@@ -8,7 +8,7 @@ from rltrain.models import canonical_tensors
 from rltrain.models.flops import BACKWARD, vision_flops
 from rltrain.models.vision import Vision
 from rltrain.planning.hardware import GB, Gpu
-from rltrain.planning.planned import PlannedJob, Workload
+from rltrain.planning.planned import MEAN_OF_LONGEST, PlannedJob, Workload
 
 FP32 = 4
 KEPT_HIDDEN, KEPT_FFN = 11, {2: 2, 3: 4}
@@ -35,17 +35,18 @@ def trains_tower(job: PlannedJob, role: str) -> bool:
     return settings is not None and (lora.vision if lora else settings.train)
 
 
-def most_image_tokens(job: PlannedJob, role: str, *, trains: bool) -> int:
-    """Returns the most tokens of different images in a part of a step, on one replica.
+def image_tokens(job: PlannedJob, role: str, *, trains: bool) -> int:
+    """Returns the tokens of different images in a part of a step, on one replica.
 
-    All tokens of the longest prompts may be of images. The samples of a group share theirs, except for observations of
-    environments.
+    All tokens of prompts may be of images. Several prompts have the assumed mean length. The samples of a group share
+    their images, except for observations of environments.
     """
     samples, prompts = job.samples_per_replica(role), -(-job.config.batch.prompts_per_step // job.grids[role].dp)
     parts = job.config.batch.mini_batches if trains else job.shape.num_chunks
-    if "env" in job.placement.roles:
-        return -(-samples // parts) * job.longest_tokens
-    return min(-(-samples // parts), prompts) * job.config.data.max_prompt_tokens
+    count, longest = -(-samples // parts), job.longest_tokens
+    if "env" not in job.placement.roles:
+        count, longest = min(count, prompts), job.config.data.max_prompt_tokens
+    return max(longest, int(count * longest * MEAN_OF_LONGEST))
 
 
 def with_images(
@@ -61,7 +62,7 @@ def with_images(
         return of_language_model
     vision, settings = found
     learns = trains and trains_tower(job, role)
-    tokens = most_image_tokens(job, role, trains=trains)
+    tokens = image_tokens(job, role, trains=trains)
     features = {"image features": tokens * vision.out_hidden * (1 + len(vision.deepstack)) * FP32 * (1 + learns)}
     patches = tokens * vision.merge**2
     keeps = learns and not settings.recompute

@@ -1,26 +1,22 @@
 """launch/serve.py on a real checkpoint gives the same answers as the engine in-process."""
 
-import base64
-import io
 import json
 import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from rltrain.data.tokenizer import load_tokenizer
 from rltrain.endpoint.served_engine import EngineSettings, load_engine
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.forked.popen import run
-from tests.support.counting_images import field
+from tests.support.counting_agent import field, shown
 from tests.support.served import CHECKPOINT, served
 from tests.support.vision_checkpoints import load_model, model_inputs, write_checkpoint
 
@@ -71,37 +67,26 @@ def check_reloading(client: httpx.Client, body: dict[str, object]) -> None:
     assert httpx.get(f"{client.base_url}/model_info", verify=False).status_code == 401
 
 
-def asked_with(image: Image.Image) -> dict[str, Any]:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "red?"}]
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": 6,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.mark.slow
 def test_a_checkpoint_with_a_tower_sees_the_images_of_requests(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "qwen3_vl")
     model = load_model(tmp_path / "model")
-    shown = [field(random.Random(0), 2), field(random.Random(1), 3)]
+    images = [field(random.Random(0), 2), field(random.Random(1), 3)]
     answers = []
     with served("--vision", "--dtype", "float32", checkpoint=tmp_path / "model") as (url, token, _):
         client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120, verify=False)
-        for image in shown:
-            answer = client.post("/v1/chat/completions", json=asked_with(image))
+        for image in images:
+            answer = client.post("/v1/chat/completions", json={"messages": [shown(image)], **GREEDY})
             assert answer.status_code == 200, answer.text
             answers.append(answer.json())
         update = {"model_path": str(tmp_path / "model"), "weight_version": "1"}
         assert client.post("/update_weights_from_disk", json=update).status_code == 200
-        again = client.post("/v1/chat/completions", json=asked_with(shown[0])).json()
+        again = client.post("/v1/chat/completions", json={"messages": [shown(images[0])], **GREEDY}).json()
         assert again["choices"][0]["token_ids"] == answers[0]["choices"][0]["token_ids"]
-    for answer, image in zip(answers, shown, strict=True):
+    for answer, image in zip(answers, images, strict=True):
         ids = [*answer["prompt_token_ids"]]
         for drawn in answer["choices"][0]["token_ids"]:
             logits = model(**model_inputs(tmp_path / "model", ids, [np.asarray(image)])).logits[0, -1]

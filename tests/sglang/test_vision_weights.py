@@ -1,5 +1,6 @@
 """Weights of vision-language models sent to a running SGLang server, against transformers with these weights."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from tests.sglang.servers import PART_BYTES, call, connected
+from tests.support.counting_images import GRPO
+from tests.support.jobs import column, succeed, train
 from tests.support.vision_checkpoints import (
     IMAGE_TOKEN,
     VISION_END,
@@ -35,6 +38,7 @@ FFN = 64
 """Feed-forward units of the tower. On CPUs SGLang pads them to a multiple of 64."""
 POSITIONS = 64
 """Learned positions of the tower. SGLang pads them like a vocabulary."""
+TIMEOUT_S = 800
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -58,6 +62,24 @@ def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[...
             call(server, "/flush_cache", {})
             assert_serves(server, folder, kind, tmp_path)
         delivery.close()
+
+
+def test_a_job_trains_on_images(sglang_python: str, tmp_path: Path) -> None:
+    """Log-probs of the engine's tokens equal the actor's after every update of language model and tower."""
+    make = [sys.executable, "tools/make_counting.py", "--output", str(tmp_path / "rows"), "--train-rows", "64"]
+    succeed(make, 120)
+    write_checkpoint(tmp_path / "model", "qwen2_5_vl", patch=PATCH, intermediate_size=FFN)
+    rows = [f"data.{name}.path={tmp_path}/rows/{name}.jsonl" for name in ("train", "eval")]
+    short = ["data.max_prompt_tokens=64", "rollout.max_context_tokens=80", "rollout.sampling.max_response_tokens=8"]
+    learning = ["actor.optimizer={lr: 1.0e-2, warmup_steps: 0}", "loss.entropy_coef=1.0"]
+    batch = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}"
+    engine = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python}", "weight_sync.verify=true"]
+    of_model = [f"model.path={tmp_path}/model", f"output_dir={tmp_path}/job"]
+    job = [*of_model, *rows, *short, *learning, batch, *engine, "steps=3", "data.eval.max_rows=4"]
+    records = train(GRPO, *job, num_ranks=1, timeout_s=TIMEOUT_S)
+    differences = column(records, "train/train_rollout_logprob_abs_diff_max")
+    assert len(differences) == 3 and max(differences) <= 1e-4
+    assert all(tokens > 0 for tokens in column(records, "images/tokens"))
 
 
 def assert_serves(server: Server, folder: Path, kind: Tower, store_folder: Path) -> None:

@@ -18,7 +18,7 @@ from rltrain.models.vision import Tower as Kind
 from rltrain.models.vision_tower import CLASSES, encode
 from rltrain.planning.description import describe_job
 from rltrain.planning.hardware import GB, GPUS
-from rltrain.planning.images import most_image_tokens, tower_bytes
+from rltrain.planning.images import image_tokens, tower_bytes
 from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.planning.options import DryRunOptions, best_changes
 from rltrain.planning.planned import PlannedJob, Workload, plan_job, trained_elements
@@ -124,14 +124,23 @@ def test_activations_of_a_tower_are_those_that_autograd_keeps(kind: Kind, dtype:
 def test_images_take_memory_on_the_first_stage(seeing: Architecture) -> None:
     job = job_of(seeing, ranks="0-1", actor={"parallel": {"pp": 2}})
     first, second = (working_bytes(job, "update", {"actor": stage}) for stage in (0, 1))
-    tokens = PROMPTS * PROMPT  # a mini-batch has samples of all prompts
-    assert most_image_tokens(job, "actor", trains=True) == tokens
+    tokens = PROMPTS * PROMPT // 2  # a mini-batch has samples of all prompts, half as long as the longest on average
+    assert image_tokens(job, "actor", trains=True) == tokens
     assert first["image features"] == tokens * seeing.hidden_size * 3 * FP32 * 2, (
         "deepstack has two more; and gradients"
     )
     assert second.keys().isdisjoint({"image features", "vision tower"})
     frozen = job_of(seeing, vision={"train": False})
     assert working_bytes(frozen, "update", {"actor": 0})["image features"] == first["image features"] / 2
+
+
+def test_observations_of_environments_are_of_a_sample_alone(seeing: Architecture) -> None:
+    settings = {"sampling": {"max_response_tokens": 64}, "max_context_tokens": 320}
+    placement = {"actor": 0, "rollout, reward, env": 1}
+    job = job_of(seeing, rollout=settings, placement=placement, env={"function": "calculator"})
+    assert image_tokens(job, "actor", trains=True) == PROMPTS * SAMPLES // 2 * 320 // 2
+    alone = job_of(seeing, batch={"prompts_per_step": 1, "samples_per_prompt": 2})
+    assert image_tokens(alone, "actor", trains=True) == PROMPT, "a single prompt may be the longest"
 
 
 def test_fewer_patches_at_a_time_take_less(seeing: Architecture) -> None:

@@ -31,7 +31,16 @@ def test_the_preset_fits(path: Path, tmp_path: Path) -> None:
     assert "Schedule: sequential" in told if hybrid else "Schedule: asynchronous" in told
 
 
+def test_simulators_share_the_gpus_of_half_of_the_actors(tmp_path: Path) -> None:
+    model = write_stand_in("Qwen/Qwen3-VL-2B-Instruct", tmp_path)
+    config = REPOSITORY / "configs/mujoco_qwen3_vl.yaml"
+    told = describe_job(config, [f"model.path={model}"], DryRunOptions(world_size=8))
+    assert re.search(r"actor +rollout +hybrid", told) and "Schedule: pipelined" in told
+
+
 def test_stand_ins_are_found_by_name() -> None:
+    seeing = shape_of("Qwen/Qwen3-VL-30B-A3B-Instruct") or {}
+    assert (seeing["model_type"], seeing["vision_config"]["out_hidden_size"]) == ("qwen3_vl_moe", 2048)
     assert shape_of("Qwen/Qwen3-30B-A3B-Base")["num_experts"] == 128  # type: ignore[index]
     assert shape_of("/models/Qwen2.5-0.5B-Instruct/")["hidden_size"] == 896  # type: ignore[index]
     assert shape_of("Qwen/Qwen3.5-9B")["text_config"]["num_hidden_layers"] == 32  # type: ignore[index]

@@ -206,6 +206,11 @@ def test_adapters_of_the_tower_are_trained_if_asked_for(qwen3_vl: Reference, tra
     assert moved == {name for name in before if "lora_B" in name}, "B is zero at first, so only B has gradients"
     assert any("model.visual." in name for name in moved) == vision
     assert any("model.language_model." in name for name in moved)
+    merged = train(qwen3_vl.folder)
+    for name, weight in merged.model.weights.items():
+        weight.copy_(trained.published[name])
+    beside, inside = (one.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER) for one in (trained, merged))
+    assert inside == pytest.approx(beside, abs=TOLERANCE)
 
 
 def towers_of(trained: ShardedTrainableModel) -> set[str]:

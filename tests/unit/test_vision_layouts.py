@@ -21,6 +21,7 @@ from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors, read_architecture, tower_names
 from rltrain.models.registry import FAMILIES
+from rltrain.models.table import is_hidden_matrix
 from rltrain.models.vision import MRope, Tower
 from rltrain.reshard.execute import execute
 from rltrain.reshard.fsdp_layout import fsdp_layout
@@ -190,6 +191,8 @@ def test_texts_keep_their_numbers(sizes: dict[str, int], checkpoint: Path) -> No
     texts = canonical_tensors(reads).names
     assert names[: len(texts)] == texts
     assert {*names[len(texts) :]} == tower_names(sees) and not tower_names(reads)
+    shapes = dict(zip(names, canonical_tensors(sees).shapes, strict=True))
+    assert not any(is_hidden_matrix(name, shapes[name]) for name in tower_names(sees)), "Muon leaves the tower out"
     grid = Grid((0, 1), **sizes)
     for rank in grid.ranks:
         whole, of_texts = megatron_layout(sees, grid).on(rank), megatron_layout(reads, grid).on(rank)

@@ -24,7 +24,7 @@ from rltrain.runtime.image_files import ImageStore
 
 ROW_BITS = 20
 """An image has fewer than 2**ROW_BITS tokens."""
-_RECENT_IMAGES = 256
+_RECENT_IMAGES = 128
 
 
 def keyed(sample: Sample, merge: int) -> Sample:
