@@ -50,10 +50,13 @@ def score_of_transformers(model: Path, rows: Path) -> float:
     shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
     text = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS), return_tensors="pt")["input_ids"]
+    shown_at = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
     right = 0
     for row in read_lines(rows / "eval.jsonl"):
         images = processor([Image.open(rows / row["images"][0])], return_tensors="pt")
         with torch.no_grad():
-            answer = network.generate(input_ids=ids, **images, max_new_tokens=2, do_sample=False)
+            answer = network.generate(
+                input_ids=ids, mm_token_type_ids=shown_at, **images, max_new_tokens=2, do_sample=False
+            )
         right += tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True) == row["label"]
     return right / NUM_EVAL

@@ -497,6 +497,8 @@ def job_plans(draw: st.DrawFn) -> list[JobPlan]:
 class ScoringByScript(ScriptedFilter):
     """A stand-in for role reward. It scores groups by a script."""
 
+    verdicts = ScriptedFilter.__call__
+
     def hand_over(self, step: int, chunk: int, experience: Experience, records: Any) -> Experience:
         assert all(record == f"of {group.position}" for group, record in records)
         return experience
