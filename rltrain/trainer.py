@@ -45,9 +45,9 @@ from rltrain.roles.checkpointing import Checkpointing, RunControl
 from rltrain.roles.critic import CriticRole
 from rltrain.roles.env import EnvRole
 from rltrain.roles.evaluation import EvaluationRole
-from rltrain.roles.images import ImageCounts
 from rltrain.roles.inputs import Inputs, JobRows, agreed_inputs
 from rltrain.roles.joint_tasks import EndOfTraining, InFlightSyncs
+from rltrain.roles.prompt_images import ImageCounts
 from rltrain.roles.reference import InferenceRole, ReferenceRole, TeacherRole, is_actors_base, uses_actor_modules
 from rltrain.roles.resuming import (
     HeldCheckpoints,

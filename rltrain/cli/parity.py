@@ -24,7 +24,7 @@ from rltrain.models.vision import PlacedImage
 from rltrain.models.vision_tower import patches_of
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded.block_tables import GB
-from rltrain.rollout.embedded.images import EngineImages, ImageLimits, Shown, keyed, tower_of
+from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, Shown, keyed, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import TensorParallel
@@ -385,7 +385,7 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
 
 
 def _sight_of(checked: Checked) -> Any:
-    from rltrain.training.vision import Sight
+    from rltrain.training.tower_pass import Sight
 
     if checked.images is None:
         return None
@@ -413,7 +413,7 @@ def _packed(pictures: Pictures, samples: Samples, device: torch.device) -> Any:
 
 def _show(batch: Any, model: Any, sequences: Any) -> None:
     """Adds the images of a micro-batch to its sequences, as in training."""
-    from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
+    from rltrain.training.megatron.tower import IMAGES, ROPE_POSITIONS
 
     vars(sequences)[ROPE_POSITIONS] = batch.experience.rope_positions.T
     vars(sequences)[IMAGES] = model.tower_pass([batch], trains=False).shown(0, partial(model.rows_of_tokens, batch))

@@ -28,7 +28,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import GB, budget_of
-from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
+from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.workspace import PASS_TOKENS, workspace
 from rltrain.runtime.grid import Grid

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rltrain.data.experience import FIELDS, WIDE, Experience, assign_groups, join
 from rltrain.errors import ExchangeError
-from rltrain.exchange.images import asked, decode_images, encode_images, keys_of
+from rltrain.exchange.image_requests import asked, decode_images, encode_images, keys_of
 from rltrain.exchange.transport import InTransit, Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore

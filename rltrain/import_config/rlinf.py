@@ -3,6 +3,7 @@
 from typing import Any
 
 from rltrain.config.foreign import RLINF
+from rltrain.import_config.seeing_models import column_of, refuse_action_heads, set_vision
 from rltrain.import_config.shared_rules import choose_engine
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -26,7 +27,6 @@ from rltrain.import_config.translation import (
     set_steps,
     sort_out,
 )
-from rltrain.import_config.vision import column_of, refuse_action_heads, set_vision
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."

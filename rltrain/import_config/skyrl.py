@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltrain.config.foreign import ENGINE, OPTIMIZER, SKYRL, SKYRL_SFT
+from rltrain.import_config.seeing_models import set_vision
 from rltrain.import_config.shared_rules import (
     MEGATRON_SIZES,
     choose_engine,
@@ -51,7 +52,6 @@ from rltrain.import_config.translation import (
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
-from rltrain.import_config.vision import set_vision
 
 # Keys of SkyRL without influence on results, by pattern, with the reason.
 

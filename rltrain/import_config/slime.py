@@ -9,6 +9,7 @@ import yaml
 
 from rltrain.config.foreign import SLIME
 from rltrain.import_config import translation
+from rltrain.import_config.seeing_models import column_in_json, set_vision
 from rltrain.import_config.shared_rules import (
     WEIGHTS,
     choose_engine,
@@ -36,7 +37,6 @@ from rltrain.import_config.translation import (
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
-from rltrain.import_config.vision import column_in_json, set_vision
 
 # Flags of slime without influence on results, by pattern, with the reason.
 

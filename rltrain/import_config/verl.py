@@ -3,6 +3,7 @@
 from typing import Any
 
 from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
+from rltrain.import_config.seeing_models import set_pixels, set_vision
 from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
 from rltrain.import_config.translation import (
     NOTHING,
@@ -45,7 +46,6 @@ from rltrain.import_config.verl_learning import (
     set_teacher,
     slices_of,
 )
-from rltrain.import_config.vision import set_pixels, set_vision
 
 # Keys of verl without influence on results, by pattern, with the reason.
 

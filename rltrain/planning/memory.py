@@ -7,7 +7,7 @@ from math import ceil
 from rltrain.models import Architecture
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, Gpu
-from rltrain.planning.images import store_bytes, with_images
+from rltrain.planning.image_estimates import store_bytes, with_images
 from rltrain.planning.optimizer_memory import (
     gathered_bytes,
     held_elements,

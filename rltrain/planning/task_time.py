@@ -18,7 +18,7 @@ from rltrain.models.flops import (
 )
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import Gpu, GridLinks
-from rltrain.planning.images import encoding_s
+from rltrain.planning.image_estimates import encoding_s
 from rltrain.planning.memory import kv_bytes, state_bytes
 from rltrain.planning.optimizer_memory import (
     gathering_s,

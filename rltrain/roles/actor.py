@@ -37,7 +37,7 @@ from rltrain.data.demonstrations import Demonstrations, GivenTexts
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import report_dropped
 from rltrain.errors import ParityError
-from rltrain.exchange.images import keys_of
+from rltrain.exchange.image_requests import keys_of
 from rltrain.observability.evaluations import (
     BEST_FILE,
     BEST_FOLDER,
@@ -48,7 +48,7 @@ from rltrain.observability.evaluations import (
     reported,
 )
 from rltrain.reshard.layout import MADE_BYTES
-from rltrain.roles.images import sources_of
+from rltrain.roles.prompt_images import sources_of
 from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.trained import StepBatch, TrainedRole, summarize
 from rltrain.runtime.grid import Grid

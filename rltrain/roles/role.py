@@ -18,8 +18,8 @@ from rltrain.models.flops import forward_flops
 from rltrain.observability.run_logs import append_to
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
-from rltrain.roles.images import ImageDecoder, hold_images
 from rltrain.roles.inputs import JobRows
+from rltrain.roles.prompt_images import ImageDecoder, hold_images
 from rltrain.runtime.grid import Grid, job_leader
 from rltrain.runtime.heartbeat import Heartbeat
 from rltrain.runtime.image_files import ImageStore

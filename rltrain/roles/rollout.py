@@ -16,12 +16,12 @@ from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
-from rltrain.exchange.images import image_tensors, put_images
+from rltrain.exchange.image_requests import image_tensors, put_images
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.env import Conversations, EpisodeSessions
-from rltrain.roles.images import PromptImages, keys_of_group
+from rltrain.roles.prompt_images import PromptImages, keys_of_group
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint

@@ -8,7 +8,7 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Exchange, Key, Route, Shipment, as_tensors, read_parts, share
-from rltrain.exchange.images import image_tensors, keys_of, put_images
+from rltrain.exchange.image_requests import image_tensors, keys_of, put_images
 from rltrain.observability.trace import Trace
 from rltrain.roles.role import Role
 from rltrain.runtime.grid import Grid

@@ -20,8 +20,8 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.logprobs import PackedModel
+from rltrain.training.tower_pass import Sight
 from rltrain.training.trainable import RoleModel, TrainedModel
-from rltrain.training.vision import Sight
 
 
 @dataclass(frozen=True)

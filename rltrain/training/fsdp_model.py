@@ -58,7 +58,7 @@ from rltrain.training.fsdp_vision import (
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
-from rltrain.training.vision import Shown, Sight, TowerPass, pieces_of
+from rltrain.training.tower_pass import Shown, Sight, TowerPass, pieces_of
 
 # Low-rank adapters of transformers' experts. The experts' matrices are stacked in parameters of a layer.
 

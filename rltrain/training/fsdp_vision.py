@@ -12,7 +12,7 @@ from rltrain.models.vision import Vision
 from rltrain.models.vision_tower import encode
 from rltrain.training.fsdp_attention import NAME
 from rltrain.training.packing import ContextShare, MicroBatch
-from rltrain.training.vision import Shown, Sight, Tower, TowerPass
+from rltrain.training.tower_pass import Shown, Sight, Tower, TowerPass
 
 ATTENTIONS = {"text_config": NAME, "vision_config": "sdpa"}
 """transformers' names of the attention in the parts of a vision-language model."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rltrain.models.vision import PlacedImage, Tower
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.images import ServerImages
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.runtime.image_files import ImageStore
 from tests.sglang.servers import FROM_DISK, call

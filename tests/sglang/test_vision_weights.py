@@ -14,7 +14,7 @@ from rltrain.models.vision import PlacedImage, Tower
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.images import ServerImages
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid

@@ -20,7 +20,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.fsdp_backend import ShardedTrainableModel
 from rltrain.training.fsdp_model import ShardedModel, local_shards
-from rltrain.training.vision import Sight
+from rltrain.training.tower_pass import Sight
 from tests.support.tolerances import ADAM_EPS
 from tests.support.trained_models import CPU
 from tests.support.vision_samples import MEAN, STD

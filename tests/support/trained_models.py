@@ -23,8 +23,8 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.tower_pass import Sight
 from rltrain.training.trainable import TrainedModel
-from rltrain.training.vision import Sight
 from tests.support.tolerances import ADAM_EPS
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from rltrain.models import Architecture, read_architecture
 from rltrain.models.vision import PlacedImage
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
+from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample

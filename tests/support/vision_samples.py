@@ -18,7 +18,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.vision import Sight
+from rltrain.training.tower_pass import Sight
 from tests.support.packed_experience import plain_experience
 from tests.support.trained_models import megatron_model
 from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, PATCH, VOCAB_SIZE

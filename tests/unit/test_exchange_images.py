@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rltrain.errors import ExchangeError
 from rltrain.exchange.exchange import Exchange, Route, Shipment
-from rltrain.exchange.images import asked, decode_images, encode_images, keys_of
+from rltrain.exchange.image_requests import asked, decode_images, encode_images, keys_of
 from rltrain.exchange.transport import Transport
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore, Pixels

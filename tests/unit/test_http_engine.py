@@ -26,9 +26,9 @@ from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
 from rltrain.rollout.servers.http_engine import HttpEngine
 from rltrain.rollout.servers.http_weights import GroupWeights, Weights
-from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import Drawing
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from tests.support.http_servers import LIMIT_S, TOKEN, StandInServer

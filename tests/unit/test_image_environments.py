@@ -24,7 +24,7 @@ from rltrain.environments.interface import Action, Environment, Observation, Ste
 from rltrain.environments.worker import load_environment
 from rltrain.errors import ConfigError, EpisodeError
 from rltrain.models.vision import PlacedImage
-from rltrain.roles.images import ImageDecoder
+from rltrain.roles.prompt_images import ImageDecoder
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Observed, TurnLimits
 from rltrain.rollout.groups import PromptGroups

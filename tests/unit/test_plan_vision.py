@@ -18,7 +18,7 @@ from rltrain.models.vision import Tower as Kind
 from rltrain.models.vision_tower import CLASSES, encode
 from rltrain.planning.description import describe_job
 from rltrain.planning.hardware import GB, GPUS
-from rltrain.planning.images import image_tokens, tower_bytes
+from rltrain.planning.image_estimates import image_tokens, tower_bytes
 from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.planning.options import DryRunOptions, best_changes
 from rltrain.planning.planned import PlannedJob, Workload, plan_job, trained_elements

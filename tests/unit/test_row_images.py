@@ -15,10 +15,10 @@ from rltrain.data.images import Context, ImageRules, ImageSource, png_of
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.errors import CheckpointError, DataError
 from rltrain.exchange.exchange import Shipment, as_tensors
-from rltrain.exchange.images import image_tensors, keys_of, put_images
+from rltrain.exchange.image_requests import image_tensors, keys_of, put_images
 from rltrain.models.vision import PlacedImage
 from rltrain.roles import rollout as rollout_module
-from rltrain.roles.images import ImageDecoder, PromptImages
+from rltrain.roles.prompt_images import ImageDecoder, PromptImages
 from rltrain.roles.rollout import RolloutRole
 from rltrain.roles.transfers import Transfers
 from rltrain.rollout.rollout_state import RolloutState

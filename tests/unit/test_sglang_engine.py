@@ -21,8 +21,8 @@ from rltrain.offload.offload import Offloader
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.remote_engine import DivergenceWatch
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.rollout.servers.sglang_engine import SGLangEngine, parts_of_server
 from rltrain.runtime.image_files import ImageStore
 from rltrain.schedule.order import Order

@@ -20,7 +20,7 @@ from rltrain.reshard.megatron_layout import adapter_pairs
 from rltrain.rollout.embedded import generation
 from rltrain.rollout.embedded.block_tables import GB
 from rltrain.rollout.embedded.engine import images_of
-from rltrain.rollout.embedded.images import keyed
+from rltrain.rollout.embedded.image_features import keyed
 from rltrain.rollout.embedded.parameters import adapted_matrices
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout

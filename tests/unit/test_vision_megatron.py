@@ -31,10 +31,10 @@ from rltrain.training.backend import ModelSite
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
 from rltrain.training.megatron.backend import MegatronBackend
 from rltrain.training.megatron.model import add_adapters
-from rltrain.training.megatron.vision import add_deepstack
+from rltrain.training.megatron.tower import add_deepstack
 from rltrain.training.packing import pack
+from rltrain.training.tower_pass import Sight, Tower, TowerPass, pieces_of
 from rltrain.training.trainable import TrainedModel
-from rltrain.training.vision import Sight, Tower, TowerPass, pieces_of
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
 from tests.support.trained_models import (

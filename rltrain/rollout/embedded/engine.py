@@ -21,7 +21,7 @@ from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
 from rltrain.rollout.embedded.block_tables import GB, KvBudget, budget_of
 from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
-from rltrain.rollout.embedded.images import EngineImages, ImageLimits, tower_of
+from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import NO_STREAM, POSITION, TOKEN, Decoder, Slots, random_streams
-from rltrain.rollout.embedded.images import Admitted, EngineImages, Shown, delta, keyed
+from rltrain.rollout.embedded.image_features import Admitted, EngineImages, Shown, delta, keyed
 from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, PrefillAttention, Suffix
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import START_FRACTION, SamplingParams, StopStrings, response_limit

@@ -14,7 +14,7 @@ from rltrain.models.attention import axis_of_frequency, inverse_frequencies, sof
 from rltrain.models.products import clamped_swiglu, wide_product
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
-from rltrain.rollout.embedded.images import Shown
+from rltrain.rollout.embedded.image_features import Shown
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, StateShape
 from rltrain.rollout.embedded.layers import (
     Attention,

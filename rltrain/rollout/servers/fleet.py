@@ -18,7 +18,6 @@ from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, StreamCut, words
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
-from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import (
     MODELS,
     OpenAIProtocol,
@@ -29,6 +28,7 @@ from rltrain.rollout.servers.protocols import (
     VLLMProtocol,
 )
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.runtime.job_store import JobStore
 
 # The list of servers and their assignment to ranks, from the config or from a file that may change.

@@ -26,9 +26,9 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, LoopThread
 from rltrain.rollout.servers.fleet import Addresses, Fleet
 from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights, GroupWeights, Weights, shared_run
-from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
+from rltrain.rollout.servers.server_images import ServerImages
 
 # Fixed weights: servers load a checkpoint from its own folder, if they can.
 

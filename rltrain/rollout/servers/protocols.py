@@ -16,8 +16,8 @@ from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
-from rltrain.rollout.servers.images import wrong_length
 from rltrain.rollout.servers.remote_engine import Drawing
+from rltrain.rollout.servers.server_images import wrong_length
 from rltrain.rollout.servers.sglang_session import sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address

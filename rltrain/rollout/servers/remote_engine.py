@@ -15,7 +15,7 @@ from rltrain.rollout.engine import (
     stop_strings,
 )
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.images import ServerImages
+from rltrain.rollout.servers.server_images import ServerImages
 
 
 class RemoteEngine(Engine):

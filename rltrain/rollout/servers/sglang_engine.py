@@ -29,8 +29,8 @@ from rltrain.rollout.engine import (
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.images import ServerImages
 from rltrain.rollout.servers.remote_engine import RemoteEngine
+from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
 from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load

@@ -19,8 +19,8 @@ from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
-from rltrain.rollout.servers.images import ServerImages, wrong_length
 from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
+from rltrain.rollout.servers.server_images import ServerImages, wrong_length
 from rltrain.runtime.group_messages import broadcast_json
 
 # Broadcasts from the engine's first rank to its others. They have no server, but make the same calls.

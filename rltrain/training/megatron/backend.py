@@ -59,11 +59,12 @@ from rltrain.training.megatron.optimizer import (
     stepping,
 )
 from rltrain.training.megatron.prediction import Predicted, tell_following, with_loss
+from rltrain.training.megatron.tower import IMAGES, ROPE_POSITIONS
 from rltrain.training.megatron.versions import data_parallel
-from rltrain.training.megatron.vision import IMAGES, ROPE_POSITIONS
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch, of_all_tokens
 from rltrain.training.shards import answered_for, sharing_groups, within
+from rltrain.training.tower_pass import TowerPass
 from rltrain.training.trainable import (
     DIVISOR,
     MOMENTS,
@@ -75,7 +76,6 @@ from rltrain.training.trainable import (
     TrainedModel,
     limits,
 )
-from rltrain.training.vision import TowerPass
 
 # Messages between pipeline stages: hidden states to the next stage, gradients to the previous one.
 

@@ -32,7 +32,7 @@ from rltrain.models.lora import WEIGHT
 from rltrain.reshard.layout import Layout, Segment
 from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
-from rltrain.training.megatron.vision import NAME as TOWER_NAME
+from rltrain.training.megatron.tower import NAME as TOWER_NAME
 
 TOWER = TOWER_NAME + "."
 """The beginning of the names of a vision tower's layers."""

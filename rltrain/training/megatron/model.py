@@ -70,9 +70,9 @@ from rltrain.training.megatron.prediction import (
     prediction_loss,
     told_following,
 )
-from rltrain.training.megatron.vision import SeeingTower, add_deepstack, with_images
+from rltrain.training.megatron.tower import SeeingTower, add_deepstack, with_images
 from rltrain.training.packing import MicroBatch, Packing
-from rltrain.training.vision import Sight, TowerPass
+from rltrain.training.tower_pass import Sight, TowerPass
 
 # Consecutive layers of a model with optional embedding and head, built of megatron-core's modules.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.models.vision_tower import build_tower, encode
-from rltrain.training.vision import Shown, Sight, Tower
+from rltrain.training.tower_pass import Shown, Sight, Tower
 
 NAME = "vision"
 """Name of the tower among the parameters of the chunk with the embedding."""

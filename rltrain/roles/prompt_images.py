@@ -11,7 +11,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.images import Context, ImageRules, ImageSource
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import DataError
-from rltrain.exchange.images import keys_of
+from rltrain.exchange.image_requests import keys_of
 from rltrain.rollout.sample import SampleGroup
 from rltrain.runtime.image_files import ImageMissing, ImageStore
 from rltrain.runtime.machine import JobThread
