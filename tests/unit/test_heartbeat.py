@@ -408,7 +408,11 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
     trainer: Any = Trainer.__new__(Trainer)
     trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, Trace()
     trainer.job = SimpleNamespace(
-        heartbeat=job_store.heartbeat, world=job_store.world, leader_of=lambda role: 0, operations=Operations()
+        heartbeat=job_store.heartbeat,
+        world=job_store.world,
+        leader_of=lambda role: 0,
+        operations=Operations(),
+        images=None,
     )
     trainer.work = RoleWork()
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
