@@ -295,9 +295,9 @@ class Trainer:
             self.newest_step = step
 
     def _publish_image_counts(self) -> None:
-        decoder, sent = self.job.decoder, self.transfers.exchange.image_bytes_sent
+        decoder = self.job.decoder
         if decoder is not None:
-            counts = (decoder.num_decoded, decoder.num_found, sent)
+            counts = (decoder.num_decoded, decoder.num_found, self.transfers.exchange.image_bytes_sent)
             self.image_counts.publish(dict(zip(IMAGE_COUNTS, counts, strict=True)))
 
     def _image_metrics(self) -> Metrics:

@@ -413,6 +413,7 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
         leader_of=lambda role: 0,
         operations=Operations(),
         images=None,
+        decoder=None,
     )
     trainer.work = RoleWork()
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
