@@ -45,7 +45,7 @@ added after the last layer, where they have no gradients."""
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with rows in start/ and the outputs of all jobs in jobs/."""
     folder = tmp_path_factory.mktemp("families")
-    command = [sys.executable, "tools/make_counting.py", "--output", str(folder / "start"), "--train-rows", "64"]
+    command = [sys.executable, "tools/make_counting.py", "--output", str(folder / "start")]
     succeed(command, 120)
     (folder / "jobs").mkdir()
     for kind in {kind for kind, _, _ in JOBS.values()}:

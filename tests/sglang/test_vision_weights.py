@@ -66,7 +66,7 @@ def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[...
 
 def test_a_job_trains_on_images(sglang_python: str, tmp_path: Path) -> None:
     """Log-probs of the engine's tokens equal the actor's after every update of language model and tower."""
-    make = [sys.executable, "tools/make_counting.py", "--output", str(tmp_path / "rows"), "--train-rows", "64"]
+    make = [sys.executable, "tools/make_counting.py", "--output", str(tmp_path / "rows")]
     succeed(make, 120)
     write_checkpoint(tmp_path / "model", "qwen2_5_vl", patch=PATCH, intermediate_size=FFN)
     rows = [f"data.{name}.path={tmp_path}/rows/{name}.jsonl" for name in ("train", "eval")]
