@@ -77,12 +77,14 @@ def patches_of(vision: Vision, pixels: Sequence[Tensor], mean: Tensor, std: Tens
     Returns the patches, fp32 [patches, vision.patch_size], and the grids, int64 [images, 3], on this device. The
     patches of a token follow each other. Raises ValueError for other heights and widths.
     """
-    grids = torch.tensor([_grid(vision, image.shape) for image in pixels], device=mean.device)
+    grids = torch.tensor([grid_of(vision, image.shape[:3]) for image in pixels], device=mean.device)
     return torch.cat([_cut(vision, (image.float() / BYTE - mean) / std) for image in pixels]), grids
 
 
-def _grid(vision: Vision, shape: Sequence[int]) -> Grid:
-    frames, height, width, _ = shape
+def grid_of(vision: Vision, shape: Sequence[int]) -> Grid:
+    """Returns the grid of an image with `shape` (frames, height, width) in pixels. Raises ValueError if it has no whole
+    tokens."""
+    frames, height, width = shape
     side = vision.patch * vision.merge
     if height % side or width % side:
         raise ValueError(f"an image has {height} x {width} pixels; expected multiples of {side}")
@@ -90,7 +92,7 @@ def _grid(vision: Vision, shape: Sequence[int]) -> Grid:
 
 
 def _cut(vision: Vision, image: Tensor) -> Tensor:
-    frames, rows, columns = _grid(vision, image.shape)
+    frames, rows, columns = grid_of(vision, image.shape[:3])
     missing = frames * vision.temporal_patch - len(image)
     whole = torch.cat([image, image[-1:].expand(missing, -1, -1, -1)])
     merge, patch = vision.merge, vision.patch

@@ -1,7 +1,7 @@
 """The base class of roles, and the job that they share."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,9 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.exchange.exchange import Shipment
 from rltrain.models import Architecture
-from rltrain.models.flops import forward_flops
+from rltrain.models.flops import BACKWARD, forward_flops, vision_flops
+from rltrain.models.vision import Grid as Images
+from rltrain.models.vision import Vision
 from rltrain.observability.run_logs import append_to
 from rltrain.offload.memory_parts import MemoryPart
 from rltrain.reshard.layout import Layout
@@ -53,6 +55,12 @@ class Operations:
         self._begun = Begun(
             self._begun.operations + operations / num_ranks, self._begun.tokens + sum(lengths) / num_ranks
         )
+
+    def add_images(self, vision: Vision, grids: Iterable[Images], num_ranks: int, *, backward: bool) -> None:
+        """Adds a pass of a vision tower over images of these grids, and with `backward` the backward pass. `num_ranks`
+        of a replica encode the same images."""
+        operations = vision_flops(vision, grids) * (1 + BACKWARD if backward else 1)
+        self._begun = self._begun._replace(operations=self._begun.operations + operations / num_ranks)
 
     def take(self) -> Begun:
         begun, self._begun = self._begun, Begun()
@@ -159,6 +167,7 @@ class Job:
             groups=self.groups,
             architecture=self.architectures[role],
             on_micro_batch=partial(self._begin_micro_batch, role),
+            on_images=partial(self._begin_images, role),
             images=self.images,
             checkpoint=checkpoint,
         )
@@ -168,6 +177,11 @@ class Job:
         self.waiter.meanwhile()
         grid = self.grids[role]
         self.operations.add(self.architectures[role], lengths, len(grid.ranks) // grid.dp, backward=backward)
+
+    def _begin_images(self, role: str, grids: Sequence[Images], backward: bool) -> None:
+        vision, grid = self.architectures[role].vision, self.grids[role]
+        assert vision is not None, "the model has a tower"
+        self.operations.add_images(vision, grids, len(grid.ranks) // grid.dp // grid.pp, backward=backward)
 
     def training_layout(self, role: str) -> Layout:
         """Returns the layout of the role's model parameters. Every rank of the job can compute it."""

@@ -20,7 +20,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.logprobs import PackedModel
-from rltrain.training.tower_pass import Sight
+from rltrain.training.tower_pass import OnImages, Sight
 from rltrain.training.trainable import RoleModel, TrainedModel
 
 
@@ -47,6 +47,8 @@ class ModelSite:
     """Folder with the initial weights, if it is not the role's checkpoint."""
     images: ImageStore | None = None
     """The decoded images of samples, with model.vision."""
+    on_images: OnImages | None = None
+    """Called at the start of every pass of a vision tower. It counts the tower's work."""
 
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
         """Fills `parameters`, this rank's in `layout`, from the initial checkpoint."""
@@ -63,7 +65,7 @@ class ModelSite:
         path, key = self.config.checkpoint_of(self.role)
         folder = Path(self.checkpoint or path)
         rules = ImageRules.read(folder, self.config.data.images, key)
-        return Sight(folder, rules.mean, rules.std, settings, self.images)
+        return Sight(folder, rules.mean, rules.std, settings, self.images, self.on_images)
 
 
 class TrainingBackend(ABC):

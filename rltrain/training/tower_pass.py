@@ -3,6 +3,7 @@ model's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from rltrain.config.schema import VisionSettings
 from rltrain.models.table import IntArray
-from rltrain.models.vision import Vision
-from rltrain.models.vision_tower import patches_of
+from rltrain.models.vision import Grid, Vision
+from rltrain.models.vision_tower import grid_of, patches_of
 from rltrain.runtime.image_files import ImageStore
 from rltrain.training.packing import MicroBatch
 
+OnImages = Callable[[Sequence[Grid], bool], None]
+"""Called at the beginning of a pass with the grids of its distinct images and whether gradients are computed."""
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
 """The signature of models.vision_tower.encode without its first argument."""
 
@@ -33,6 +36,7 @@ class Sight:
     std: tuple[float, ...]
     settings: VisionSettings
     images: ImageStore | None = None
+    on_images: OnImages | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Tower:
     std: Tensor
     max_patches: int
     recompute: bool
+    on_images: OnImages | None = None
 
     @classmethod
     def of(cls, vision: Vision, encode: Encode, sight: Sight, device: torch.device) -> "Tower":
         """Returns the tower with the function `encode` on `device`."""
         mean, std = (torch.tensor(values, device=device) for values in (sight.mean, sight.std))
-        return cls(vision, encode, mean, std, sight.settings.max_patches, sight.settings.recompute)
+        settings = sight.settings
+        return cls(vision, encode, mean, std, settings.max_patches, settings.recompute, sight.on_images)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,9 @@ class TowerPass:
         self.tower, self.store, self.trains = tower, store, trains
         self._placed = [_placed(batch, store, tower.vision) for batch in batches]
         self._pieces = [_Piece(keys) for keys in pieces_of(tower, batches, store)]
+        if tower.on_images is not None:
+            keys = [key for piece in self._pieces for key in piece.keys]
+            tower.on_images([grid_of(tower.vision, store.shape(key)) for key in keys], trains)
         self._pieces += [_Piece([]) for _ in range((num_pieces or 0) - len(self._pieces))]
         self._leaves: dict[int, list[Tensor]] = {}
         keeps_graph = trains and not tower.recompute
@@ -194,9 +203,7 @@ def pieces_of(tower: Tower, batches: Sequence[MicroBatch], store: ImageStore) ->
 
 
 def _num_tokens(store: ImageStore, vision: Vision, key: int) -> int:
-    frames, height, width = store.shape(key)
-    side = vision.patch * vision.merge
-    return -(-frames // vision.temporal_patch) * (height // side) * (width // side)
+    return prod(grid_of(vision, store.shape(key))) // vision.merge**2
 
 
 def _placed(batch: MicroBatch, store: ImageStore, vision: Vision) -> _Placed:

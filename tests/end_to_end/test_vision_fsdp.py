@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests.support.counting_images import GRPO, grpo_overrides
 from tests.support.jobs import column, read_records, train
 
+pytestmark = pytest.mark.slow
 STEPS = 2
 
 

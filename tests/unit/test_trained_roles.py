@@ -16,7 +16,7 @@ from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config.schema import Batch, Checks, Loss
 from rltrain.data.experience import Experience, assign_groups, mini_batch_of
 from rltrain.errors import ConfigError, ParityError
-from rltrain.models.flops import forward_flops
+from rltrain.models.flops import forward_flops, vision_flops
 from rltrain.observability.reporter import RoleWork, of_whole_job
 from rltrain.planning.hardware import known_gpu
 from rltrain.planning.validation import check_config
@@ -29,6 +29,7 @@ from rltrain.training.trainable import SKIPPED
 from tests.support.model_shards import tiny_architecture
 from tests.support.packed_experience import packed_experience
 from tests.support.schedule_configs import NO_EVALUATION, make_config
+from tests.support.vision_checkpoints import tiny_vision
 
 SHAPE = [(3, 5), (2, 0), (4, 9), (1, 7)]
 
@@ -503,6 +504,10 @@ def test_a_rank_counts_its_share_of_its_replica_s_operations() -> None:
     cost = forward_flops(architecture)
     assert operations.take() == (3 * cost.forward([3, 5]) / 2 + cost.forward([4]), 8 / 2 + 4)
     assert operations.take() == (0, 0)
+    vision, grids = tiny_vision("qwen3_vl"), [(1, 8, 8), (1, 4, 4)]
+    operations.add_images(vision, grids, 2, backward=True)
+    operations.add_images(vision, grids[:1], 1, backward=False)
+    assert operations.take() == (3 * vision_flops(vision, grids) / 2 + vision_flops(vision, grids[:1]), 0)
 
 
 def test_a_step_counts_what_all_roles_computed_over_all_ranks_and_the_whole_step() -> None:

@@ -27,6 +27,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_of
 from rltrain.runtime.grid import Grid
 from tests.support.checkpoint_files import PADDING, flats_of, save, stored_tensors, whole_tensors
+from tests.support.marks import slow_but
 from tests.support.model_shards import tiny_architecture
 from tests.support.vision_checkpoints import CONFIGS, tiny_vision, write_checkpoint
 
@@ -34,7 +35,7 @@ GRID = Grid((0, 1, 2, 3), tp=2, pp=2)
 RANK, ALPHA = 2, 6
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=slow_but(CONFIGS, "qwen2_5_vl", "qwen3_vl_moe"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files") / request.param
     write_checkpoint(folder, request.param)
@@ -162,7 +163,7 @@ def adapter_module(matrix: str, decoder_prefix: str, vision: bool) -> str:
     return PEFT_PREFIX + inner + name.removeprefix(decoder_prefix)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", slow_but(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen3_vl"))
 @pytest.mark.parametrize("targets", [None, ("gate_proj", "q_proj", "qkv", "linear_fc2")], ids=str)
 @pytest.mark.parametrize("vision", [True, False])
 def test_peft_loads_adapters(kind: Tower, targets: tuple[str, ...] | None, vision: bool, tmp_path: Path) -> None:

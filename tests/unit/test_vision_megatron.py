@@ -286,10 +286,17 @@ def test_images_are_encoded_once_in_pieces(store: ImageStore) -> None:
         encoded.append(grids.prod(1).tolist())
         return patches[::4, :8].clone(), []
 
-    tower = Tower(tiny_vision("qwen3_vl"), encode, torch.zeros(3), torch.ones(3), max_patches=112, recompute=True)
+    shown: list[tuple[int, int, int]] = []
+    tower = Tower(
+        *(tiny_vision("qwen3_vl"), encode, torch.zeros(3), torch.ones(3)),
+        max_patches=112,
+        recompute=True,
+        on_images=lambda grids, backward: shown.extend(grids),
+    )
     batches = pack(experience_of(SAMPLES), ALONE, device=CPU)
     TowerPass(tower, batches, store, trains=False)
     assert encoded == [[NUM_PATCHES["square"]], [NUM_PATCHES["wide"], NUM_PATCHES["small"]], [NUM_PATCHES["tall"]]]
+    assert shown == [(1, 8, 8), (1, 8, 12), (1, 4, 4), (1, 12, 4)], "the work is counted once an image"
     small = Tower(tower.vision, encode, tower.mean, tower.std, max_patches=1, recompute=True)
     assert pieces_of(small, batches, store) == [[KEYS[name]] for name in ("square", "wide", "small", "tall")]
     encoded.clear()
