@@ -157,17 +157,6 @@ def same_tokens(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str | None
     return None
 
 
-def measured_images(rows: Sequence[PromptRow], encoder: PromptEncoder) -> tuple[float, float]:
-    """Returns the mean number of images of a row, and of patches of an image. It reads the headers of images of some
-    rows, evenly spaced. Both are 0 without images."""
-    if encoder.images is None or not rows:
-        return 0.0, 0.0
-    places = {place * len(rows) // COMPARED_ROWS for place in range(COMPARED_ROWS)}
-    images = [image for place in sorted(places) for image in rows[place].images]
-    patches = sum(encoder.images.num_tokens(image) for image in images) * encoder.images.merge**2
-    return len(images) / len(places), patches / max(len(images), 1)
-
-
 def shown_prompt(row: PromptRow, encoder: PromptEncoder) -> str:
     """Returns a row's prompt as text of its tokens, for the user."""
     shown = encoder.encode(row.prompt, row.tools)

@@ -1,5 +1,6 @@
-"""Options of a dry run and what they ask for: changes that save memory, searched placements, calibration by a run, and
-shapes of models that are not on this machine."""
+"""Options of a dry run. They propose changes that save memory, search placements, and calibrate estimates by a run.
+
+Models missing on this machine have shipped shapes."""
 
 import json
 from collections import defaultdict

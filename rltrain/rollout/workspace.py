@@ -181,8 +181,8 @@ def largest_matrix(architecture: Architecture, tp: int, ep: int) -> int:
 _PATCH_COPIES = 3
 """Copies in fp32 of pixels while they are cut into patches."""
 _BLOCK_COPIES, _WIDE_COPIES = 9, 6
-"""Tensors with the hidden size per patch in a block of a tower, in the dtype of the model and in fp32: the residual
-stream, its norm, queries, keys and values before and after the rotation, and their rotation in fp32."""
+"""Tensors with the hidden size per patch in a block of a tower, in the dtype of the model and in fp32. They are the
+residual stream, its norm, and queries, keys and values before and after the rotation. The rotation is in fp32."""
 _FFN_COPIES = 3
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.models.rope_positions import image_fields
-from rltrain.models.vision import PlacedImage
+from rltrain.models.vision import PlacedImage, Tower
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.process_groups import ProcessGroups
@@ -21,7 +21,7 @@ from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.tower_pass import Sight
 from tests.support.packed_experience import plain_experience
 from tests.support.trained_models import megatron_model
-from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, PATCH, VOCAB_SIZE
+from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, PATCH, VOCAB_SIZE, write_checkpoint, write_gradients
 
 Part = int | str
 """A number of tokens of text, or the name of an image."""
@@ -100,3 +100,17 @@ def seeing_model(
 def summed_logprobs(experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossOutput:
     """The loss with the gradients of `vision_checkpoints.write_gradients`. The divisor is the number of tokens."""
     return LossOutput(logprobs.sum(), logprobs.new_tensor(float(experience.num_tokens)))
+
+
+class Reference(NamedTuple):
+    """A checkpoint, and transformers' gradients and log-probs for SAMPLES."""
+
+    folder: Path
+    gradients: Path
+    logprobs: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, kind: Tower, folder: Path) -> "Reference":
+        checkpoint, gradients = folder / "checkpoint", folder / "gradients"
+        write_checkpoint(checkpoint, kind)
+        return cls(checkpoint, gradients, tuple(write_gradients(checkpoint, gradients, for_transformers(SAMPLES))))

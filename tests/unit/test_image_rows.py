@@ -18,7 +18,7 @@ from rltrain.data.columns import read_columns
 from rltrain.data.demonstrations import Demonstrations, Preferences
 from rltrain.data.image_parts import images_of, with_references
 from rltrain.data.images import ImageRules, ImageSource
-from rltrain.data.prompts import PromptDataset, load_prompts, measured_images
+from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.row_index import IndexedRows, IndexFolder
 from rltrain.data.rows import read_rows, rows_of_table
 from rltrain.data.tokenizer import ModelLimits
@@ -518,15 +518,6 @@ def test_reward_functions_get_paths_and_data_urls(load: Load, folder: Path) -> N
     messages = json.loads(json.dumps(with_references(asked[0].prompt)))
     assert messages == [user({"type": "image", "image": square}, {"type": "image", "image": reference})]
     assert [source.read() for source in images_of(messages)] == [FILES["square"], FILES["wide"]]
-
-
-def test_images_of_rows_are_measured(load: Load, folder: Path) -> None:
-    rows = [{"prompt": "?"}, {"prompt": "?", "images": ["square.png"]}, {"prompt": "?", "images": ["square.png"] * 3}]
-    dataset = load(jsonl(folder, *rows))
-    num_images, num_patches = measured_images(dataset.rows, dataset.encoder)
-    assert (num_images, num_patches) == (4 / 3, 8 * 8)
-    blind = load(jsonl(folder, *rows[:1]), sees=False)
-    assert measured_images(blind.rows, blind.encoder) == (0, 0)
 
 
 def test_large_rows_of_tables_are_read_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
 from tests.support.sharded_models import reading_in_training, seeing_in_training, shard_differences
 from tests.support.trained_models import CPU, groups_on, in_training, write_state
-from tests.support.vision_checkpoints import load_model, model_inputs, write_checkpoint, write_gradients
+from tests.support.vision_checkpoints import load_model, model_inputs, write_checkpoint
 from tests.support.vision_samples import (
     SAMPLES,
+    Reference,
     experience_of,
     for_transformers,
     open_store,
@@ -42,20 +43,6 @@ TEXTS = [number for number, sample in enumerate(SAMPLES) if not any(isinstance(p
 def groups() -> Iterator[ProcessGroups]:
     with world_of_one(CPU):
         yield groups_on([GRID, GRID_OF_MEGATRON])
-
-
-class Reference(NamedTuple):
-    """A checkpoint, and transformers' gradients and log-probs for SAMPLES."""
-
-    folder: Path
-    gradients: Path
-    logprobs: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, kind: Kind, folder: Path) -> "Reference":
-        checkpoint, gradients = folder / "checkpoint", folder / "gradients"
-        write_checkpoint(checkpoint, kind)
-        return cls(checkpoint, gradients, tuple(write_gradients(checkpoint, gradients, for_transformers(SAMPLES))))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -52,13 +52,13 @@ from tests.support.vision_checkpoints import (
     tiny_config,
     tiny_vision,
     write_checkpoint,
-    write_gradients,
 )
 from tests.support.vision_samples import (
     KEYS,
     MEAN,
     SAMPLES,
     STD,
+    Reference,
     experience_of,
     for_transformers,
     open_store,
@@ -78,20 +78,6 @@ NUM_PATCHES = {"square": 64, "wide": 96, "tall": 48, "small": 16}
 def groups() -> Iterator[ProcessGroups]:
     with world_of_one(CPU):
         yield groups_on([GRID])
-
-
-class Reference(NamedTuple):
-    """A checkpoint, and transformers' gradients and log-probs for SAMPLES."""
-
-    folder: Path
-    gradients: Path
-    logprobs: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, kind: Kind, folder: Path) -> "Reference":
-        checkpoint, gradients = folder / "checkpoint", folder / "gradients"
-        write_checkpoint(checkpoint, kind)
-        return cls(checkpoint, gradients, tuple(write_gradients(checkpoint, gradients, for_transformers(SAMPLES))))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from PIL import Image
 
-from rltrain.data.images import png_of
+from rltrain.data.images import Context, png_of
 from rltrain.rollout.engine import EngineSite
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.image_files import ImageStore
@@ -50,21 +50,13 @@ class ServerImages:
 
         Each image is one placeholder among the ids, because the server repeats placeholders itself.
         """
-        ids = [self._shortened(sample) for sample in samples]
+        ids = [Context(sample.context, sample.images).shortened(self._merge) for sample in samples]
         images = [[self._url(image.key) for image in sample.images] for sample in samples]
         return {"input_ids": ids, **({"image_data": [of or None for of in images]} if any(images) else {})}
 
     def fields_of_one(self, sample: Sample) -> dict[str, Any]:
         """Returns the same fields of a request for a single sample."""
         return {name: values[0] for name, values in self.fields([sample]).items()}
-
-    def _shortened(self, sample: Sample) -> list[int]:
-        """Returns the context with one placeholder for each image."""
-        context, ids, place = sample.context, list[int](), 0
-        for image in sample.images:
-            ids += context[place : image.begin + 1]
-            place = image.begin + image.num_tokens(self._merge)
-        return [*ids, *context[place:]]
 
     def _url(self, key: int) -> str:
         if (known := self._encoded.get(key)) is not None:
