@@ -1,14 +1,12 @@
 """The SGLang engine. The first rank of the engine starts a server and sends it samples and weights."""
 
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -519,7 +517,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         dtype=config.model.dtype,
         wide_head=config.model.head != config.model.dtype,
         tp=len(ranks),
-        gpus=_gpus(on_node, world.ranks_per_node) if world.device.type == "cuda" else (),
+        gpus=world.visible_gpus(on_node),
         host=rendezvous.rsplit(":", 1)[0] if rendezvous else LOOPBACK,
         log_path=Path(config.output_dir) / "engines" / f"{of_role}rank{world.rank}.log",
         max_running_requests=settings.max_running_requests,
@@ -536,13 +534,6 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
     )
-
-
-def _gpus(ranks: list[int], ranks_per_node: int) -> tuple[str, ...]:
-    """Returns the GPUs of `ranks` as names for CUDA_VISIBLE_DEVICES of a child process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return tuple(names[rank % ranks_per_node] for rank in ranks)
 
 
 def _rendezvous(site: EngineSite) -> str | None:
