@@ -295,8 +295,8 @@ class EnvironmentHost:
 
     `begin` begins an episode, `act` sends the model's action, and `events` returns the results. None of them blocks. Up
     to `batch_size` consecutive episodes share an environment. They step once all unfinished ones have acted. `events`
-    and `wait` start an incomplete batch after GATHER_S, and `flush` at once. A batch runs in the process with the fewest
-    episodes and stays there.
+    and `wait` start an incomplete batch after GATHER_S, and `flush` at once. A batch runs in the process with the
+    fewest episodes and stays there.
 
     `describe`, `events` and `wait` raise ConfigError if env.function cannot be used. `on_event` is called at every
     received event.
