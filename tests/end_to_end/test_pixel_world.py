@@ -105,6 +105,7 @@ def test_chunks_of_actions_in_one_or_many_worlds(task: Path, vectorization: str 
     samples = [*read_lines(output / "samples.jsonl"), *evaluated]
     assert evaluated and all(len(sample["images"]) == 1 for sample in samples)
     replies = [reply for sample in samples for turn in sample.get("turns", ()) for reply in turn["replies"]]
-    assert any("<image>" in reply["content"] for reply in replies)
+    ends_at_once = vectorization is not None  # the model gives one action, and many worlds need whole chunks
+    assert ends_at_once or any("<image>" in reply["content"] for reply in replies)
     for reply in replies:
         assert len(reply.get("images", ())) == reply["content"].count("<image>")
