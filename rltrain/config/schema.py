@@ -422,6 +422,12 @@ class Config(Section):
         """Returns whether engines of `role` keep the actor's adapters separate from the base."""
         return role == "rollout" and self.model.lora is not None and self.weight_sync.adapters == "apart"
 
+    @property
+    def freezes_tower(self) -> bool:
+        """Whether the policy has a vision tower that training does not change."""
+        vision, lora = self.model.vision, self.model.lora
+        return vision is not None and not (lora.vision if lora else vision.train)
+
     def fsdp_of(self, role: str) -> Fsdp:
         """Returns the sharding settings of a role's model for backend fsdp."""
         own: Fsdp | None = getattr(getattr(self, role, None), "fsdp", None)
