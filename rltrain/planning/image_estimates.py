@@ -1,5 +1,6 @@
 """Estimates the bytes and seconds of images: their features, the vision tower, and the store of decoded images."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, prod, sqrt
 
@@ -9,6 +10,7 @@ from rltrain.models.flops import BACKWARD, vision_flops
 from rltrain.models.vision import Vision
 from rltrain.planning.hardware import GB, Gpu
 from rltrain.planning.planned import MEAN_OF_LONGEST, PlannedJob, Workload
+from rltrain.tasks.roles import trained_roles
 
 FP32 = 4
 KEPT_HIDDEN, KEPT_FFN = 11, {2: 2, 3: 4}
@@ -31,8 +33,7 @@ def tower_of(job: PlannedJob, role: str, stage: int = 0) -> tuple[Vision, Vision
 
 def trains_tower(job: PlannedJob, role: str) -> bool:
     """Returns whether weights or adapters of a trained role's tower learn."""
-    lora, settings = job.config.lora_of(role), job.config.model.vision
-    return settings is not None and (lora.vision if lora else settings.train)
+    return job.config.model.vision is not None and not job.config.freezes_tower_of(role)
 
 
 def image_tokens(job: PlannedJob, role: str, *, trains: bool) -> int:
@@ -111,6 +112,15 @@ def store_bytes(job: PlannedJob, roles: tuple[str, ...]) -> int:
     if not any(tower_of(job, role) for role in roles):
         return 0
     return int(job.config.data.images.cache_gb * GB) // job.ranks_per_node
+
+
+def kept_feature_bytes(job: PlannedJob, stages: Mapping[str, int]) -> int:
+    """Returns the most bytes on the host for features of frozen towers, on a rank of `stages`."""
+    return sum(
+        int(found[1].training_cache_gb * GB)
+        for role, stage in stages.items()
+        if role in trained_roles() and (found := tower_of(job, role, stage)) and job.config.freezes_tower_of(role)
+    )
 
 
 # Seconds of the tower.

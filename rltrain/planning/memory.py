@@ -8,7 +8,7 @@ from rltrain.config.models import VisionSettings
 from rltrain.models import Architecture
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, Gpu
-from rltrain.planning.image_estimates import patches_at_once, store_bytes, with_images
+from rltrain.planning.image_estimates import kept_feature_bytes, patches_at_once, store_bytes, with_images
 from rltrain.planning.optimizer_memory import (
     gathered_bytes,
     held_elements,
@@ -357,6 +357,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         (parts[role, "weights"] + parts.get((role, "base"), 0)) // _equal_on_node(job, role) for role in kept
     )
     found["images, not pinned"] = store_bytes(job, tuple(stages))
+    found["image features, not pinned"] = kept_feature_bytes(job, stages)
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting
         found["evaluations, not pinned"] = waiting * parts["evaluation", "weights"]

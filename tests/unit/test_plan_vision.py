@@ -214,6 +214,9 @@ def test_runs_without_images_take_what_they_did(seeing: Architecture, backend: s
 def test_the_host_has_the_decoded_images(seeing: Architecture) -> None:
     job = job_of(seeing, data={"train": {"path": "t"}, "images": {"cache_gb": 8}})
     assert host_bytes(job, {"actor": 0}, frozenset())["images, not pinned"] == GB
+    frozen = job_of(seeing, ranks="0-1", vision={"train": False, "training_cache_gb": 2}, actor={"parallel": {"pp": 2}})
+    kept = [host_bytes(frozen, {"actor": stage}, frozenset()).get("image features, not pinned") for stage in (0, 1)]
+    assert kept == [2 * GB, None] and "image features, not pinned" not in host_bytes(job, {"actor": 0}, frozenset())
 
 
 # Seconds.
