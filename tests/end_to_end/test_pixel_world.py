@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.jobs import column, train
+from tests.support.jobs import column, read_lines, train
 from tests.support.pixel_world import ID, LETTERS, beginnings, write_demonstrations, write_tasks
 from tests.support.vision_checkpoints import write_checkpoint
 
@@ -99,6 +99,15 @@ def test_chunks_of_actions_in_one_or_many_worlds(task: Path, vectorization: str 
     options = {"action_names": [*LETTERS], "action_chunk": 2, "render": "rgb_array", "vectorization": vectorization}
     env = {**walking(task, 2)["env"], "options": options, "batch_size": 4, "max_turn_tokens": 4}
     config = write_config(task / "chunks.yaml", **walking(task, 2, env=env))
-    records = train(config, f"output_dir={task / f'chunks-{vectorization}'}")
+    output = task / f"chunks-{vectorization}"
+    records = train(config, f"output_dir={output}")
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
     assert max(column(records, "env/failed")) == 0
+    evaluated = [sample for file in (output / "evaluation_samples").iterdir() for sample in read_lines(file)]
+    samples = [*read_lines(output / "samples.jsonl"), *evaluated]
+    assert evaluated and all(len(sample["images"]) == 1 for sample in samples)
+    replies = [reply for sample in samples for turn in sample.get("turns", ()) for reply in turn["replies"]]
+    ends_at_once = vectorization is not None  # the model gives one action, and many worlds need whole chunks
+    assert ends_at_once or any("<image>" in reply["content"] for reply in replies)
+    for reply in replies:
+        assert len(reply.get("images", ())) == reply["content"].count("<image>")
