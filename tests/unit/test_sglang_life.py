@@ -28,7 +28,8 @@ from rltrain.runtime.grid import Grid
 from tests.support.loading_server import NOISE, LoadingServer, model_of
 from tests.support.model_shards import tiny_architecture
 from tests.support.sglang_server import TAGS, FakeServer, experts_of, logprob_of, next_token
-from tests.unit.test_sglang_engine import engine_on, residency_of, wait_for
+from tests.unit.test_sglang_engine import engine_on, wait_for
+from tests.unit.test_sglang_memory import residency_of
 
 LAYOUT = engine_layout(tiny_architecture("qwen2"), Grid((0,)))
 PARTS = split(LAYOUT, 3000)

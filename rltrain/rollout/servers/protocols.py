@@ -315,8 +315,7 @@ class SGLangProtocol:
         return str(versions.pop()) if len(versions) == 1 else f"several: {', '.join(sorted(map(str, versions)))}"
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
-        for name in names:
-            await calls.post("/abort_request", {"rid": name, "abort_all": False})
+        await asyncio.gather(*(calls.post("/abort_request", {"rid": name, "abort_all": False}) for name in names))
         return True
 
     async def version(self, calls: Calls) -> str | None:
