@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from rltrain.reshard.layout import split
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import Client
+from rltrain.rollout.servers.calls import Calls, Client
 from rltrain.rollout.servers.sglang_session import OwnRequests, RequestedRouting, ServerRouting
 from rltrain.rollout.servers.sglang_weights import Delivery, fields_of
 from rltrain.runtime.grid import Grid
@@ -509,6 +509,22 @@ def test_events_of_all_requests_arrive_as_they_happen(server: FakeServer, sessio
     done = session.take(2, lambda: seen.update((one.id, len(one.tokens)) for one in session.progress()))
     assert seen <= {(number, count) for number in (100, 101) for count in (0, 1, 65, 129)}
     assert len({count for _, count in seen}) > 1 and miscounted(done) == 0
+
+
+def test_an_error_without_a_name_is_raised_after_the_end_of_another_sample(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang streams an error of one of several samples without naming the sample."""
+
+    async def stream(self: Calls, path: str, body: dict[str, Any], limit_s: float | None) -> AsyncIterator[Any]:
+        meta = {"finish_reason": {"type": "length"}, "completion_tokens": 12, "weight_version": "0"}
+        yield {"meta_info": {**meta, "id": body["rid"][0], "output_token_logprobs": [[-1.0, 7, None]] * 12}}
+        yield {"error": {"message": "out of tune"}}
+
+    monkeypatch.setattr(Calls, "stream", stream)
+    session.submit(samples(2), GREEDY)
+    with pytest.raises(EngineError, match="refuses sample 101: /generate: .*out of tune"):
+        session.take(2)
 
 
 def test_proxies_of_the_environment_are_ignored(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,25 +228,22 @@ class DrawingServer(ABC):
         Raises ServerGone if no data arrives for `limit_s` seconds, or if a sample has no end.
         """
         path, body = self.request(drawings, sampling)
-        by_name = {drawing.name: drawing for drawing in drawings}
         with suppress(StreamCut):  # some servers close the stream right after the last token
             async with aclosing(self.calls.stream(path, body, limit_s)) as events:
                 async for event in events:
                     self.last_event_s = time.monotonic()
-                    drawing = by_name.get(event.get("meta_info", {}).get("id"), drawings[0])
-                    if not self.holds(drawing):
-                        continue
-                    self.take(drawing, event)
-                    if drawing.end is not None and drawing.is_certain:
-                        ended(drawing)
-        left = [drawing for drawing in drawings if self.holds(drawing)]
+                    name = event.get("meta_info", {}).get("id")  # errors and other protocols have none
+                    for drawing in [one for one in filter(self.holds, drawings) if name in (None, one.name)][:1]:
+                        self.take(drawing, event)
+                        if drawing.end is not None and drawing.is_certain:
+                            ended(drawing)
+        left = [*filter(self.holds, drawings)]
         if any(drawing.end is None for drawing in left):
             raise ServerGone(f"{path} of {self.calls.name}: its answer ended in the middle")
         if left:
             await self.confirm()
-        for drawing in left:
-            if self.holds(drawing):
-                ended(drawing)
+        for drawing in filter(self.holds, left):
+            ended(drawing)
 
 
 # The samples of a rank at its servers. An engine's own server and servers at URLs differ in the abstract methods.
@@ -393,12 +390,13 @@ class Requests(ABC):
             self._lose(server, str(gone))  # with all its samples
         except ServerBusy as busy:
             await asyncio.sleep(BUSY_S)
-            for drawing in reversed([drawing for drawing in drawings if server.holds(drawing)]):
+            for drawing in reversed([*filter(server.holds, drawings)]):
                 self._again(self._stop(drawing.sample.id), str(busy))
             self._dispatch()
         except ServerRefuses as refused:
-            number, name = drawings[0].sample.id, server.calls.name
-            self.outbox.put(EngineError(f"{self._where}: {name} refuses sample {number}: {refused}{self._hint}"))
+            number = next(filter(server.holds, drawings), drawings[0]).sample.id
+            what = f"{server.calls.name} refuses sample {number}"
+            self.outbox.put(EngineError(f"{self._where}: {what}: {refused}{self._hint}"))
         except Exception as error:  # the engine's next step raises it
             self.outbox.put(error)
 

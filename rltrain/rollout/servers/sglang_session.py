@@ -300,7 +300,7 @@ class OwnRequests(Requests):
         """Declares that the server has the weights of `version`."""
         self._server = self._server or OwnServer(calls, seeded=self._seeded, adapter=self._adapter)
         self._server.calls = calls
-        self.version, self._epoch, self._is_held = version, self._epoch + 1, False
+        self.version, self._epoch, self._is_held = version, self._epoch + 1, self.lost is not None
         self._alive_s = time.monotonic()
         self._dispatch()
 
