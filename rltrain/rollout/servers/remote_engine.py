@@ -228,15 +228,18 @@ class DrawingServer(ABC):
         Raises ServerGone if no data arrives for `limit_s` seconds, or if a sample has no end.
         """
         path, body = self.request(drawings, sampling)
+        by_name = {drawing.name: drawing for drawing in drawings}
         with suppress(StreamCut):  # some servers close the stream right after the last token
             async with aclosing(self.calls.stream(path, body, limit_s)) as events:
                 async for event in events:
                     self.last_event_s = time.monotonic()
                     name = event.get("meta_info", {}).get("id")  # errors and other protocols have none
-                    for drawing in [one for one in filter(self.holds, drawings) if name in (None, one.name)][:1]:
-                        self.take(drawing, event)
-                        if drawing.end is not None and drawing.is_certain:
-                            ended(drawing)
+                    drawing = by_name.get(name) if name else next(filter(self.holds, drawings), None)
+                    if drawing is None or not self.holds(drawing):
+                        continue
+                    self.take(drawing, event)
+                    if drawing.end is not None and drawing.is_certain:
+                        ended(drawing)
         left = [*filter(self.holds, drawings)]
         if any(drawing.end is None for drawing in left):
             raise ServerGone(f"{path} of {self.calls.name}: its answer ended in the middle")
