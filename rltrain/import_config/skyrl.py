@@ -116,7 +116,6 @@ all roles are on the policy's ranks: trainer.placement.{ref_num_nodes,ref_num_gp
 rewards are functions: trainer.placement.reward_num_nodes trainer.placement.reward_num_gpus_per_node
 settings of the placement: trainer.placement.{colocate_policy_ref,colocate_critic_reward,colocate_all}
 sequences are always packed: trainer.remove_microbatch_padding trainer.use_sample_packing
-the type is bfloat16 in both: trainer.bf16
 Megatron trains: trainer.policy.fsdp_config.*
 speed or memory only: trainer.policy.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size,sharding_strategy}
     trainer.policy.fsdp_config.{wrap_policy.transformer_layer_cls_to_wrap,wrap_policy.min_num_params}

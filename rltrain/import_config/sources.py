@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
 from rltrain.import_config.influence import settle
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.translation import (
+    NOTHING,
     PLACEMENT,
     RowCounts,
     SourceKeys,
@@ -256,6 +257,8 @@ class ReadSource:
     name: str
     notes: list[str]
     folder: Path = field(default_factory=Path)
+    unset: frozenset[str] = frozenset()
+    """Variables of the script without a value."""
 
 
 def _bare(word: str) -> str:
@@ -376,9 +379,9 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
-        unset = f" Variables without a value: {', '.join(sorted(script.unset))}" if script.unset else ""
-        hint = f"; expected such a command, a script that starts one, or a YAML file.{unset}"
-        raise ConfigError(f"{name}: starts no command of {framework.name}{hint}")
+        hint = "; expected such a command, a script that starts one, or a YAML file"
+        other = _another(framework, [one.arguments for one in script.started])
+        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{_asked_for(script.unset)}")
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
@@ -386,7 +389,24 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     keys = _with_config(framework.keys(launches[0][1]), launches[0][1], folder, environment, notes)
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
-    return ReadSource(keys, name, notes, folder)
+    return ReadSource(keys, name, notes, folder, frozenset(script.unset))
+
+
+def _asked_for(unset: Iterable[str]) -> str:
+    """Returns the hint about variables without a value. Empty without any."""
+    names = sorted(name for name in unset if not name.isdigit())
+    if not names:
+        return ""
+    return f". Variables without a value: {', '.join(names)}; give those that count by --env NAME=VALUE"
+
+
+def _another(framework: Framework, commands: Sequence[Sequence[str]]) -> str:
+    """Returns a hint if the commands have marks of another framework."""
+    for words in commands:
+        for name, one in FRAMEWORKS.items():
+            if one is not framework and (mark := one.mark_in(words)):
+                return f". It starts one of {one.name} ({mark}): expected --from {name}"
+    return ""
 
 
 OWN_CONFIGS = re.compile(
@@ -435,17 +455,21 @@ def _lines(launches: Sequence[tuple[StartedCommand, object]]) -> str:
     return "lines " + ", ".join(str(started.line) for started, _ in launches)
 
 
-def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Translation:
-    """Translates a source, and settles every key of it. Raises ConfigError if its own framework or rltrain would refuse
-    it."""
-    rows = replace(rows, counted={})
-    keys, out = _translated_once(framework, source.keys, source, rows)
+def translated(
+    framework: Framework, source: ReadSource, rows: RowCounts, fixed: Mapping[str, Any] | None = None
+) -> Translation:
+    """Translates a source, and settles every key of it. `fixed` are the user's own values of config keys.
+
+    Raises ConfigError if its own framework or rltrain would refuse it.
+    """
+    rows, fixed = replace(rows, counted={}), fixed or {}
+    keys, out = _translated_once(framework, source.keys, source, rows, fixed)
     for key, value in keys.used().items():
         if key in out.listed:
             continue
         others = {name: one for name, one in source.keys.items() if name != key}
         with suppress(ConfigError):  # without the key the source is refused, so the key counts
-            if _translated_once(framework, others, source, rows)[1].meaning == out.meaning:
+            if _translated_once(framework, others, source, rows, fixed)[1].meaning == out.meaning:
                 settle(key, value, out, keys)
     for key in sorted(keys.unknown - out.listed):
         out.notes.append(f"{key}: a part of its value is only known by running the source")
@@ -454,13 +478,19 @@ def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Tra
 
 
 def _translated_once(
-    framework: Framework, given: Mapping[str, Any], source: ReadSource, rows: RowCounts
+    framework: Framework,
+    given: Mapping[str, Any],
+    source: ReadSource,
+    rows: RowCounts,
+    fixed: Mapping[str, Any],
 ) -> tuple[SourceKeys, Translation]:
-    out, keys = Translation(framework.name), SourceKeys(given, source.folder)
+    out, keys = Translation(framework.name, fixed=fixed), SourceKeys(given, source.folder)
     try:
         framework.translate(keys, out, rows)
         widen(out)
         limit(out)
     except UntranslatableError as reason:
-        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {keys.get(keys.last)!r})") from None
+        value = keys.get(keys.last)
+        asked = _asked_for(source.unset) if value in NOTHING or keys.last in keys.unknown else ""
+        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {value!r}){asked}") from None
     return keys, out

@@ -186,6 +186,8 @@ class Translation:
     notes: list[str] = field(default_factory=list)
     world_size: int = 1
     ranks_per_node: int = 8
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own values of config keys. They count before those of the source."""
     steps_given: bool = False
     """Whether the source or the user gives the steps, not epochs."""
     rules: Any = None
@@ -207,6 +209,8 @@ class Translation:
 
     def get(self, path: str) -> Any:
         """Returns the value of a config key, or its default if it was not set."""
+        if path in self.fixed:
+            return self.fixed[path]
         return self.settings[path].value if path in self.settings else default_of(path)
 
     def leave(self, key: str, value: Any, reason: str) -> None:

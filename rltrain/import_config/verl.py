@@ -201,7 +201,7 @@ single-turn generation: actor_rollout_ref.rollout.multi_turn.{format,max_assista
     actor_rollout_ref.rollout.multi_turn.enable_tokenization_sanity_check
 rltrain has its own weight sync: actor_rollout_ref.rollout.checkpoint_engine.{backend,update_weights_bucket_megabytes}
     actor_rollout_ref.rollout.update_weights_bucket_megabytes
-no evaluation: actor_rollout_ref.rollout.val_kwargs.*
+no evaluation: actor_rollout_ref.rollout.{val_kwargs.*,n_val,val_temperature}
 evaluation is greedy: actor_rollout_ref.rollout.val_kwargs.{temperature,top_p,top_k,do_sample}
 layout of the engine only: actor_rollout_ref.rollout.expert_parallel_size
 engines here serve the same model: actor_rollout_ref.rollout.name
@@ -213,6 +213,7 @@ no teacher: distillation.*
 settings of VeOmni: actor_rollout_ref.actor.veomni.*
 settings of torchtitan: actor_rollout_ref.actor.torchtitan.*
 its keys are read: --config-name --config-path
+the version of verl: --source-version
 settings of Hydra: hydra.*
 """)
 CRITIC_HARMLESS = by_pattern("""
@@ -578,9 +579,10 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop("evaluation.interval", None)
         return
     prefix = R + "val_kwargs."
-    draws = keys.truth(prefix + "do_sample", False)
-    given = keys.first(prefix + "n", "'n'", default=1)[1]
-    sampling: dict[str, Any] = {"temperature": keys.real(prefix + "temperature", 0) if draws else 0.0}
+    temperature = keys.first(prefix + "temperature", R + "val_temperature", default=0)
+    draws = keys.truth(prefix + "do_sample", temperature[0] == R + "val_temperature" and real(temperature[1]) > 0)
+    given = keys.first(prefix + "n", "'n'", R + "n_val", default=1)[1]
+    sampling: dict[str, Any] = {"temperature": real(temperature[1]) if draws else 0.0}
     if draws:
         sampling["top_p"] = keys.real(prefix + "top_p", 1.0)
         sampling["top_k"] = top_k_of(keys.get(prefix + "top_k", -1))
