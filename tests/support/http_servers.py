@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
+from tests.support.vllm_transfers import StandInTransfers
 
 LIMIT = timedelta(seconds=30)
 
@@ -125,7 +126,7 @@ TOKEN = "secret"
 STARTED_WITH = "default"
 LIMIT_S = 60.0
 SIZES = ("tp_size", "pp_size", "dp_size")
-ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info")
+ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/get_world_size", "/is_paused")
 """Paths of GET requests."""
 
 
@@ -140,6 +141,7 @@ class StandInServer:
     - `pace_s` is the time of a decode step.
     - `most` bounds the number of running requests. Further ones are answered with status 429.
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
+    - `transfers`: the engine for weight transfers of a vLLM server.
     - `broken` lists violations of the protocol.
     - `certificate`: files of a certificate and its key, for TLS.
     """
@@ -156,6 +158,7 @@ class StandInServer:
         takes_deltas: bool = False,
         load_s: float = 0.0,
         holds_batch_s: float = 0.0,
+        transfers: str | None = None,
     ) -> None:
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
@@ -170,7 +173,8 @@ class StandInServer:
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = self.is_updating = False
         self.broken: list[str] = []
-        self.broadcasts = StandInBroadcasts(self)
+        self.transfers = StandInTransfers(self, transfers) if transfers else None
+        self.broadcasts = self.transfers or StandInBroadcasts(self)
         self.start()
 
     @property
@@ -245,6 +249,7 @@ class StandInServer:
             "/start_weight_update": self._start_update,
             "/update_weights": self._update,
             "/finish_weight_update": self._finish_update,
+            **(self.transfers.routes() if self.transfers is not None else {}),
         }
 
     async def _models(self, body: Any, query: Any) -> Response:

@@ -1,9 +1,12 @@
 """The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
+import asyncio
 import socket
+from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from secrets import token_hex
 from typing import Any, Protocol
@@ -31,46 +34,30 @@ Backend = Any
 """A backend of torch.distributed. torch's stubs lack the methods used here."""
 
 
-@dataclass(frozen=True)
-class GroupAddress:
-    """The address of a group for the server's ranks. They are ranks 1 to `size` - 1 of the group."""
-
-    name: str
-    host: str
-    port: int
-    size: int
-    backend: str
-
-
-class UpdateGroup:
+class UpdateGroup(ABC):
     """This rank's end of a group with the ranks of one server. This rank is rank 0 of the group.
 
-    The group's store and gloo listen only on this host's address towards `peer`. `join` and `broadcast` block for at
-    most `timeout_s` and raise RuntimeError if the other end is lost. `close` may be called from another thread
-    meanwhile. It ends a broadcast, but not a `join`.
+    `join` and `broadcast` block for at most `timeout_s` and raise RuntimeError if the other end is lost. With NCCL
+    `join` may block for longer. `close` may be called from another thread meanwhile. It ends a broadcast, but not a
+    `join`.
     """
 
-    def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        host = own_address(peer)
-        family = family_of(host)
-        with socket.create_server((host, 0), family=family) as listener:
-            port, descriptor = listener.getsockname()[1], listener.detach()
+    def __init__(self, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+        self.name = f"rltrain-{token_hex(8)}"
+        self.size = 1 + num_ranks
         self._timeout, self._device = timedelta(seconds=timeout_s), device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.address = GroupAddress(f"rltrain-{token_hex(8)}", host, port, 1 + num_ranks, backend)
-        self._store = dist.TCPStore(
-            *(host, port, self.address.size),
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
         self._backend: Backend | None = None
+
+    @abstractmethod
+    async def invitation(self) -> dict[str, Any]:
+        """Returns the fields that tell the server how to join. `join` may have to run meanwhile."""
 
     def join(self) -> None:
         """Joins the group. Returns once the server has joined too, so the server must have been asked to."""
-        within = dist.PrefixStore(f"{self.address.name}/", dist.PrefixStore(self.address.name, self._store))
-        self._backend = self._nccl(within) if self.address.backend == "nccl" else self._gloo(within)
+        self._backend = self._joined()
+
+    @abstractmethod
+    def _joined(self) -> Backend: ...
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcasts `tensor`, contiguous and on this rank's device. Returns once the transfer is complete."""
@@ -78,28 +65,147 @@ class UpdateGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, self._timeout
         self._backend.broadcast([tensor], options).wait()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._finish()
 
     def close(self) -> None:
-        """Aborts this rank's end. The server's end is closed by SGLangBroadcasts.leave, or with its process."""
+        """Aborts this rank's end. The server's end is closed by Broadcasts.leave, or with its process."""
         backend, self._backend = self._backend, None
         if backend is not None:
             with suppress(RuntimeError):  # the group may be in any state
                 backend.abort()
 
-    def _gloo(self, store: dist.Store) -> Backend:
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def nccl(store: dist.Store, size: int, device: torch.device, timeout: timedelta) -> Backend:
+    """Returns rank 0 of a group of NCCL. The others join it at its first collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout  # torch ends this process then, so callers close the group before
+    with torch.cuda.device(device):
+        return dist.ProcessGroupNCCL(store, 0, size, options)
+
+
+class StoreGroup(UpdateGroup):
+    """A group through a store on this host, with torch at both ends.
+
+    The store and gloo listen only on this host's address towards `peer`.
+    """
+
+    def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+        super().__init__(num_ranks, device, timeout_s)
+        self._host = own_address(peer)
+        with socket.create_server((self._host, 0), family=family_of(self._host)) as listener:
+            self._port, descriptor = listener.getsockname()[1], listener.detach()
+        self._kind = "nccl" if device.type == "cuda" else "gloo"
+        self._store = dist.TCPStore(
+            *(self._host, self._port, self.size),
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+
+    async def invitation(self) -> dict[str, Any]:
+        return {
+            "master_address": self._host,
+            "master_port": self._port,
+            "rank_offset": 1,
+            "world_size": self.size,
+            "group_name": self.name,
+            "backend": self._kind,
+        }
+
+    def _joined(self) -> Backend:
+        within = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
+        if self._kind == "nccl":
+            return nccl(dist.PrefixStore("cuda/", within), self.size, self._device, self._timeout)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         # Both ends must connect at once. The setting for this process's other groups may differ.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address.host, lazy_init=False)]
-        return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.address.size, options)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)]
+        return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", within), 0, self.size, options)
 
-    def _nccl(self, store: dist.Store) -> Backend:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * self._timeout  # torch ends this process then, so callers close the group before
-        with torch.cuda.device(self._device):
-            return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)
+
+UNIQUE_ID = "0"
+"""Key of a group's store under which torch's rank 0 leaves the first unique id of NCCL."""
+MINTED_POLL_S = 0.01
+
+
+class UniqueIdGroup(UpdateGroup):
+    """A group of NCCL that its unique id names, without a store for the server. The server may use NCCL without torch.
+
+    A sum of one element follows the joining, as in vLLM's own communicators.
+    """
+
+    def __init__(self, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+        super().__init__(num_ranks, device, timeout_s)
+        self._store = dist.HashStore()
+
+    async def invitation(self) -> dict[str, Any]:
+        while not self._store.check([UNIQUE_ID]):
+            await asyncio.sleep(MINTED_POLL_S)
+        minted = b64encode(self._store.get(UNIQUE_ID)).decode()
+        return {"rank_offset": 1, "world_size": self.size, "nccl_unique_id_b64": minted}
+
+    def _joined(self) -> Backend:
+        backend = nccl(self._store, self.size, self._device, self._timeout)
+        options = dist.AllreduceOptions()
+        options.timeout = self._timeout
+        try:
+            backend.allreduce([torch.zeros(1, device=self._device)], options).wait()
+            self._finish()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {NCCL_NEEDS}") from error
+        return backend
+
+
+NCCL_NEEDS = "NCCL needs the same version of NCCL in the rank and the server, and a GPU for each of their ranks"
+
+
+class Broadcasts(Protocol):
+    """A server's calls for weights over a process group, without state. Its methods raise as `Calls` does.
+
+    An update is `begin`, then `receive` for every part, then `end`.
+    """
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Returns the reason if a rank with this device cannot broadcast to such servers, else None."""
+        ...
+
+    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
+        """Returns this rank's end of a new group with the server at host `peer`."""
+        ...
+
+    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        """Has the server join `group`. Returns once the group is complete."""
+        ...
+
+    async def begin(self, calls: Calls, limit_s: float) -> None:
+        """Opens an update. Closes an open update of an earlier job first."""
+        ...
+
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
+        """Has the server receive one broadcast of bytes, with the tensors of `entries` one after another.
+
+        Returns once the server has taken them.
+        """
+        ...
+
+    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
+        """Closes the update. The server then serves the new weights as `label`, with an empty prefix cache."""
+        ...
+
+    async def leave(self, calls: Calls, group: str) -> None:
+        """Has the server leave the group."""
+        ...
+
+
+def names_types_shapes(entries: Sequence[TensorEntry]) -> tuple[list[str], list[str], list[Sequence[int]]]:
+    """Returns the names, torch's names of types, and shapes of tensors."""
+    types = [str(entry.dtype).removeprefix("torch.") for entry in entries]
+    return [entry.name for entry in entries], types, [entry.shape for entry in entries]
 
 
 # SGLang's update groups: weights by broadcasts, inside an update session of the server.
@@ -111,26 +217,23 @@ FLUSH_S = 30
 
 
 class SGLangBroadcasts:
-    """SGLang's calls for weights over a process group. Raises as `Calls` does.
+    """SGLang's calls for weights over a process group. See `Broadcasts`.
 
     The server is not paused between `begin` and `end`. It has no requests from this rank then, and each call waits for
     requests from others.
     """
 
-    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
-        """Has the server join `group`. Returns once the group is complete."""
-        body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await calls.post(JOIN, body, limit_s)
+    def refusal(self, device: torch.device) -> str | None:
+        """Returns None: a group is of NCCL on a GPU, else of gloo."""
+        return None
 
-    async def begin(self, calls: Calls) -> None:
-        """Opens an update session. Closes an open session first if the server has one."""
+    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
+        return StoreGroup(peer, num_ranks, device, timeout_s)
+
+    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        await calls.post(JOIN, await group.invitation(), limit_s)
+
+    async def begin(self, calls: Calls, limit_s: float) -> None:
         try:
             await calls.post(BEGIN, {"selector": "target"})
         except ServerRefuses:
@@ -138,14 +241,11 @@ class SGLangBroadcasts:
             await calls.post(BEGIN, {"selector": "target"})
 
     async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        """Has the server receive one broadcast of bytes, with the tensors of `entries` one after another.
-
-        Returns once the server uses them.
-        """
+        names, types, shapes = names_types_shapes(entries)
         body = {
-            "names": [entry.name for entry in entries],
-            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
-            "shapes": [entry.shape for entry in entries],
+            "names": names,
+            "dtypes": types,
+            "shapes": shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,
@@ -154,12 +254,10 @@ class SGLangBroadcasts:
         await calls.post("/update_weights_from_distributed", body, limit_s)
 
     async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        """Closes the update session. The server then serves the new weights as `label`, with an empty prefix cache."""
         await calls.post(END, {}, limit_s)
         await flush_and_label(calls, label, limit_s)
 
     async def leave(self, calls: Calls, group: str) -> None:
-        """Has the server leave the group."""
         await calls.post("/destroy_weights_update_group", {"group_name": group})
 
 
@@ -199,7 +297,7 @@ class ServerProtocol(Protocol):
     ways: Sequence[str]
     """Names of the supported ways to change weights. "folder" and "group" are values of http.weights. "delta" is a
     folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py."""
-    broadcasts: SGLangBroadcasts | None
+    broadcasts: Broadcasts | None
     """Calls for the way "group". None if the protocol has no such way."""
     takes_images: bool
     """Whether requests may have images with token ids."""
@@ -262,7 +360,7 @@ class SGLangProtocol:
 
     name = "sglang"
     ways: Sequence[str] = ("folder", "group", "delta")
-    broadcasts: SGLangBroadcasts | None = SGLangBroadcasts()
+    broadcasts: Broadcasts | None = SGLangBroadcasts()
     takes_images = True
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -355,7 +453,7 @@ class OpenAIProtocol:
     tells_version = "/model_info"
     """Path of the server's report of its weight version."""
     ways: Sequence[str] = ("folder", "delta")
-    broadcasts: SGLangBroadcasts | None = None
+    broadcasts: Broadcasts | None = None
     takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -431,12 +529,90 @@ PAUSE = "/pause?mode=abort&clear_cache=true"
 VLLM_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''
 
 
+NCCL_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
+WORLD_SIZE = "/get_world_size?include_dp="
+INIT, START, FINISH = "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"
+RESUME = "/resume"
+OF_NCCL = "for NCCLWeightTransferEngine"
+"""Part of the answer to an empty INIT by a server with the engine for weights over NCCL."""
+WHOLE_PART_BYTES = 2**62
+"""Size of the server's buffer for packed tensors. Every part fits into it, so a part is one broadcast."""
+
+
+class VLLMBroadcasts:
+    """vLLM's calls for weights over NCCL: its weight transfer engine "nccl". See `Broadcasts`.
+
+    The server is paused between `begin` and `end`. It stays paused if an update fails, because it then has parts of two
+    versions.
+    """
+
+    def refusal(self, device: torch.device) -> str | None:
+        if device.type == "cuda":
+            return None
+        return "vLLM receives broadcasts over NCCL only, which needs GPUs, and this rank has none"
+
+    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
+        return UniqueIdGroup(num_ranks, device, timeout_s)
+
+    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        """Has the server join `group`, in the place of an earlier group. An earlier update ends, complete or not."""
+        was_paused = (await calls.get("/is_paused"))["is_paused"]
+        await calls.post(PAUSE, {}, limit_s)
+        try:
+            with suppress(ServerGone, ServerRefuses):  # an update is open
+                await calls.post(START, {}, limit_s)
+            await calls.post(FINISH, {}, limit_s)  # vLLM forgets parts of a failed update only here
+            await self.leave(calls, group.name)
+            packing = {"packed": True, "packed_buffer_size_bytes": WHOLE_PART_BYTES, "packed_num_buffers": 1}
+            await calls.post(INIT, {"init_info": {**await group.invitation(), **packing}}, limit_s)
+        except BaseException:
+            if not was_paused:
+                with suppress(ServerGone, ServerRefuses):
+                    await calls.post(RESUME, {})
+            raise
+
+    async def begin(self, calls: Calls, limit_s: float) -> None:
+        await calls.post(PAUSE, {}, limit_s)
+        await calls.post(START, {}, limit_s)
+
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
+        names, types, shapes = names_types_shapes(entries)
+        body = {"update_info": {"names": names, "dtype_names": types, "shapes": shapes}}
+        await calls.post("/update_weights", body, limit_s)
+
+    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
+        await calls.post(FINISH, {"weight_version": label}, limit_s)
+        await calls.post(RESUME, {}, limit_s)
+
+    async def leave(self, calls: Calls, group: str) -> None:
+        await calls.post("/shutdown_weight_transfer_engine", {})
+
+
+async def without_nccl_engine(calls: Calls) -> str | None:
+    """Returns the reason if a server of vLLM takes no weights over NCCL, else None."""
+    try:
+        sizes = [(await calls.get(f"{WORLD_SIZE}{whether}"))["world_size"] for whether in ("true", "false")]
+        if len({*sizes}) > 1:
+            return "it has data-parallel replicas; weights by way of a group need data_parallel_size 1"
+        await calls.post(INIT, {"init_info": {}})
+    except (ServerRefuses, ServerGone) as answer:
+        return None if OF_NCCL in str(answer) else f"{answer}; {NCCL_HOW}"
+    return f"its weights come in another way; {NCCL_HOW}"
+
+
 class VLLMProtocol(OpenAIProtocol):
     """vLLM's completions and weight routes. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
     tells_version = "/weight_info"
-    ways: Sequence[str] = ("folder",)
+    ways: Sequence[str] = ("folder", "group")
+    broadcasts: Broadcasts | None = VLLMBroadcasts()
+
+    async def describe(self, calls: Calls) -> ServerDescription:
+        described = await super().describe(calls)
+        with suppress(ServerRefuses):  # the route is missing without VLLM_SERVER_DEV_MODE
+            described = replace(described, num_ranks=(await calls.get(f"{WORLD_SIZE}true"))["world_size"])
+        return described
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
@@ -445,6 +621,8 @@ class VLLMProtocol(OpenAIProtocol):
         return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        if way == "group":
+            return await without_nccl_engine(calls)
         try:
             await calls.get(self.tells_version)
             await calls.post("/init_weight_transfer_engine", {"init_info": {}})
