@@ -1,6 +1,7 @@
 """A stand-in for NCCL on CPUs: a unique id of 128 bytes names a group, and gloo carries its collectives.
 
-It needs torch alone, so servers can use it too. NCCL does not compare the calls of two ranks. Here a rank raises if its collective differs from that of rank 0.
+It needs torch alone, so servers can use it too. NCCL does not compare the calls of two ranks. Here a rank raises if its
+collective differs from that of rank 0.
 """
 
 import socket

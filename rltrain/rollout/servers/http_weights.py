@@ -132,6 +132,8 @@ def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Te
 
 T = TypeVar("T")
 Problem = ServerGone | ServerRefuses | ServerBusy
+CLOSE_S = 5.0
+"""Time for each group to close before the process ends."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class GroupWeights(Weights):
         self._receivers: dict[str, Receiver] = {}
         """Servers of the update under way, without the failed ones."""
         self._problems: dict[str, Problem] = {}
+        self._closing: list[JobThread] = []
+        """Threads that close groups."""
 
     def refusal(self, protocol: ServerProtocol) -> str | None:
         return protocol.broadcasts.refusal(self._device) if protocol.broadcasts is not None else None
@@ -223,11 +227,15 @@ class GroupWeights(Weights):
     def close(self) -> None:
         for url in [*self._groups]:
             self._drop(url)
+        for closing in self._closing:
+            closing.join(CLOSE_S)  # the process may end, and torch would abort it in the middle of this
 
     def _drop(self, url: str) -> None:
         """Closes this rank's end of a group in another thread, because a broadcast may be running."""
         if (joined := self._groups.pop(url, None)) is not None:
-            JobThread(target=joined.group.close, name="update group", daemon=True).start()
+            self._closing = [thread for thread in self._closing if thread.is_alive()]
+            self._closing.append(JobThread(target=joined.group.close, name="update group", daemon=True))
+            self._closing[-1].start()
 
     async def _by_all(self, act: Callable[[Receiver], Awaitable[None]], what: str) -> None:
         """Calls `act` for all servers of the update. A server that fails is left out of the rest."""
