@@ -1,0 +1,24 @@
+"""Runs launch/train.py with a stand-in for NCCL in groups with servers of vLLM, on a rank without a GPU.
+
+    torchrun tests/support/nccl_on_gloo_train.py --config CONFIG [key=value ...]
+
+The servers need the same stand-in: tests/support/vllm_on_gloo.py.
+"""
+
+import sys
+
+import torch
+
+from rltrain.cli.main import run_script
+from rltrain.rollout.servers import protocols
+from tests.support.nccl_on_gloo import TorchBackend
+
+
+def accept(way: protocols.VLLMBroadcasts, device: torch.device) -> None:
+    """Refuses no device."""
+
+
+if __name__ == "__main__":
+    protocols.nccl = TorchBackend  # type: ignore[assignment]
+    protocols.VLLMBroadcasts.refusal = accept  # type: ignore[assignment, method-assign]
+    sys.exit(run_script("train", sys.argv[1:]))
