@@ -10,15 +10,16 @@ import sys
 import torch
 
 from rltrain.cli.main import run_script
-from rltrain.rollout.servers import protocols
+from rltrain.rollout.servers import update_groups
+from rltrain.rollout.servers.protocols import VLLMBroadcasts
 from tests.support.nccl_on_gloo import TorchBackend
 
 
-def accept(way: protocols.VLLMBroadcasts, device: torch.device) -> None:
+def accept(way: VLLMBroadcasts, device: torch.device) -> None:
     """Refuses no device."""
 
 
 if __name__ == "__main__":
-    protocols.nccl = TorchBackend  # type: ignore[assignment]
-    protocols.VLLMBroadcasts.refusal = accept  # type: ignore[assignment, method-assign]
+    update_groups.nccl = TorchBackend  # type: ignore[assignment]
+    VLLMBroadcasts.refusal = accept  # type: ignore[assignment, method-assign]
     sys.exit(run_script("train", sys.argv[1:]))

@@ -22,7 +22,7 @@ from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers import protocols
+from rltrain.rollout.servers import update_groups
 from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
 from rltrain.rollout.servers.http_engine import HttpEngine
@@ -469,7 +469,7 @@ def test_every_rank_gets_all_tensors() -> None:
 def on_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a rank without a GPU broadcast to servers of vLLM, with a stand-in for NCCL."""
     monkeypatch.setattr(VLLMBroadcasts, "refusal", lambda self, device: None)
-    monkeypatch.setattr(protocols, "nccl", TorchBackend)
+    monkeypatch.setattr(update_groups, "nccl", TorchBackend)
 
 
 RECEIVERS: dict[str, dict[str, Any]] = {"sglang": {}, "vllm": {"transfers": "nccl"}}

@@ -30,7 +30,8 @@ from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.rollout.delta_form import encoded, form, write_changes
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses, words
-from rltrain.rollout.servers.protocols import Broadcasts, Receiver, ServerProtocol, UpdateGroup
+from rltrain.rollout.servers.protocols import Receiver, ServerProtocol
+from rltrain.rollout.servers.update_groups import Broadcasts, UpdateGroup
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.whole_files import make_empty, put_in_place

@@ -1,19 +1,12 @@
 """The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
-import asyncio
-import socket
-from abc import ABC, abstractmethod
-from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from secrets import token_hex
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.rollout.delta_form import form
@@ -21,192 +14,14 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.server_images import wrong_length
-from rltrain.rollout.servers.sglang_session import sampling_fields
-from rltrain.runtime.messages import family_of
-from rltrain.runtime.world import own_address
-
-# The process group of this rank and one server, for broadcasts of weights.
-#
-# torch has no public function for a group with the processes of another job. Stores and backends are public. The
-# nesting of prefixes below follows torch's own, because SGLang makes its end with torch.
-
-Backend = Any
-"""A backend of torch.distributed. torch's stubs lack the methods used here."""
-
-
-class UpdateGroup(ABC):
-    """This rank's end of a group with the ranks of one server. This rank is rank 0 of the group.
-
-    `join` and `broadcast` block for at most `timeout_s` and raise RuntimeError if the other end is lost. With NCCL
-    `join` may block for longer. `close` may be called from another thread meanwhile. It ends a broadcast, but not a
-    `join`.
-    """
-
-    def __init__(self, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        self.name = f"rltrain-{token_hex(8)}"
-        self.size = 1 + num_ranks
-        self._timeout, self._device = timedelta(seconds=timeout_s), device
-        self._backend: Backend | None = None
-
-    @abstractmethod
-    async def invitation(self) -> dict[str, Any]:
-        """Returns the fields that tell the server how to join. `join` may have to run meanwhile."""
-
-    def join(self) -> None:
-        """Joins the group. Returns once the server has joined too, so the server must have been asked to."""
-        self._backend = self._joined()
-
-    @abstractmethod
-    def _joined(self) -> Backend: ...
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcasts `tensor`, contiguous and on this rank's device. Returns once the transfer is complete."""
-        assert self._backend is not None, "the group was joined"
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, self._timeout
-        self._backend.broadcast([tensor], options).wait()
-        self._finish()
-
-    def close(self) -> None:
-        """Aborts this rank's end. The server's end is closed by Broadcasts.leave, or with its process."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            with suppress(RuntimeError):  # the group may be in any state
-                backend.abort()
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-
-def nccl(store: dist.Store, size: int, device: torch.device, timeout: timedelta) -> Backend:
-    """Returns rank 0 of a group of NCCL. The others join it at its first collective."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # torch ends this process then, so callers close the group before
-    with torch.cuda.device(device):
-        return dist.ProcessGroupNCCL(store, 0, size, options)
-
-
-class StoreGroup(UpdateGroup):
-    """A group through a store on this host, with torch at both ends.
-
-    The store and gloo listen only on this host's address towards `peer`.
-    """
-
-    def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        super().__init__(num_ranks, device, timeout_s)
-        self._host = own_address(peer)
-        with socket.create_server((self._host, 0), family=family_of(self._host)) as listener:
-            self._port, descriptor = listener.getsockname()[1], listener.detach()
-        self._kind = "nccl" if device.type == "cuda" else "gloo"
-        self._store = dist.TCPStore(
-            *(self._host, self._port, self.size),
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-
-    async def invitation(self) -> dict[str, Any]:
-        return {
-            "master_address": self._host,
-            "master_port": self._port,
-            "rank_offset": 1,
-            "world_size": self.size,
-            "group_name": self.name,
-            "backend": self._kind,
-        }
-
-    def _joined(self) -> Backend:
-        within = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
-        if self._kind == "nccl":
-            return nccl(dist.PrefixStore("cuda/", within), self.size, self._device, self._timeout)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        # Both ends must connect at once. The setting for this process's other groups may differ.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)]
-        return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", within), 0, self.size, options)
-
-
-UNIQUE_ID = "0"
-"""Key of a group's store under which torch's rank 0 leaves the first unique id of NCCL."""
-MINTED_POLL_S = 0.01
-
-
-class UniqueIdGroup(UpdateGroup):
-    """A group of NCCL that its unique id names, without a store for the server. The server may use NCCL without torch.
-
-    A sum of one element follows the joining, as in vLLM's own communicators.
-    """
-
-    def __init__(self, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        super().__init__(num_ranks, device, timeout_s)
-        self._store = dist.HashStore()
-
-    async def invitation(self) -> dict[str, Any]:
-        while not self._store.check([UNIQUE_ID]):
-            await asyncio.sleep(MINTED_POLL_S)
-        minted = b64encode(self._store.get(UNIQUE_ID)).decode()
-        return {"rank_offset": 1, "world_size": self.size, "nccl_unique_id_b64": minted}
-
-    def _joined(self) -> Backend:
-        backend = nccl(self._store, self.size, self._device, self._timeout)
-        options = dist.AllreduceOptions()
-        options.timeout = self._timeout
-        try:
-            backend.allreduce([torch.zeros(1, device=self._device)], options).wait()
-            self._finish()
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}. {NCCL_NEEDS}") from error
-        return backend
-
-
-NCCL_NEEDS = "NCCL needs the same version of NCCL in the rank and the server, and a GPU for each of their ranks"
-
-
-class Broadcasts(Protocol):
-    """A server's calls for weights over a process group, without state. Its methods raise as `Calls` does.
-
-    An update is `begin`, then `receive` for every part, then `end`.
-    """
-
-    def refusal(self, device: torch.device) -> str | None:
-        """Returns the reason if a rank with this device cannot broadcast to such servers, else None."""
-        ...
-
-    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
-        """Returns this rank's end of a new group with the server at host `peer`."""
-        ...
-
-    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
-        """Has the server join `group`. Returns once the group is complete."""
-        ...
-
-    async def begin(self, calls: Calls, limit_s: float) -> None:
-        """Opens an update. Closes an open update of an earlier job first."""
-        ...
-
-    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        """Has the server receive one broadcast of bytes, with the tensors of `entries` one after another.
-
-        Returns once the server has taken them.
-        """
-        ...
-
-    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        """Closes the update. The server then serves the new weights as `label`, with an empty prefix cache."""
-        ...
-
-    async def leave(self, calls: Calls, group: str) -> None:
-        """Has the server leave the group."""
-        ...
-
-
-def names_types_shapes(entries: Sequence[TensorEntry]) -> tuple[list[str], list[str], list[Sequence[int]]]:
-    """Returns the names, torch's names of types, and shapes of tensors."""
-    types = [str(entry.dtype).removeprefix("torch.") for entry in entries]
-    return [entry.name for entry in entries], types, [entry.shape for entry in entries]
-
+from rltrain.rollout.servers.sglang_session import PROGRESS_TOKENS, sampling_fields
+from rltrain.rollout.servers.update_groups import (
+    Broadcasts,
+    StoreGroup,
+    UniqueIdGroup,
+    UpdateGroup,
+    names_types_shapes,
+)
 
 # SGLang's update groups: weights by broadcasts, inside an update session of the server.
 
@@ -394,8 +209,8 @@ class SGLangProtocol:
             problem = wrong_length(drawing.sample, meta.get("prompt_tokens")) if drawing.images else None
             if problem and drawing.end != "abort":
                 raise ServerRefuses(problem, 400)
-        versions = {str(span["version"]) for span in meta.get("weight_versions") or ()} or {meta["weight_version"]}
-        return str(versions.pop()) if len(versions) == 1 else f"several: {', '.join(sorted(map(str, versions)))}"
+        spans = meta.get("weight_versions") or ()
+        return the_version({str(span["version"]) for span in spans} or {str(meta["weight_version"])})
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         for name in names:
@@ -431,13 +246,32 @@ def without_deltas(told: Mapping[str, Any]) -> str | None:
     return None if found == own else f"it takes deltas of format {found}; expected {own}, the format of this rltrain"
 
 
-async def without_route(calls: Calls, path: str) -> str | None:
-    """Returns the reason if `path` takes no POST, else None. Sends an empty body, which servers refuse unchanged."""
+async def without_route(calls: Calls, path: str, missing: Collection[int] = NO_SUCH_ROUTE) -> str | None:
+    """Returns the reason if `path` takes no POST, else None. Sends an empty body, which servers refuse unchanged.
+
+    `missing` are the status codes of a server without the route.
+    """
     try:
         await calls.post(path, {})
     except ServerRefuses as refused:
-        return f"it has no {path}" if refused.status in NO_SUCH_ROUTE else None
+        return f"it has no {path}" if refused.status in missing else None
     return None
+
+
+async def told_version(calls: Calls, path: str) -> str | None:
+    """Returns the label of the weights that a server tells at `path`, or None if it tells none."""
+    try:
+        found = (await calls.get(path)).get("weight_version")
+    except ServerRefuses as refused:
+        if refused.status in NO_SUCH_ROUTE:
+            return None
+        raise
+    return None if found is None else str(found)
+
+
+def the_version(versions: Collection[str]) -> str:
+    """Returns the one label of a response's weights. Several labels give a text that equals no label."""
+    return next(iter(versions)) if len(versions) == 1 else f"several: {', '.join(sorted(versions))}"
 
 
 # OpenAI's completions with token ids in the responses. Weights come from disk if the server has SGLang's routes for
@@ -450,8 +284,6 @@ class OpenAIProtocol:
     """OpenAI's completions. See `ServerProtocol`."""
 
     name = "openai"
-    tells_version = "/model_info"
-    """Path of the server's report of its weight version."""
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: Broadcasts | None = None
     takes_images = False
@@ -463,11 +295,7 @@ class OpenAIProtocol:
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        return "/v1/completions", self.body(drawing, sampling, described) | {"seed": drawing.sample.seed}
-
-    def body(self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription) -> dict[str, Any]:
-        """Returns the common fields of requests, without the seed."""
-        return {
+        body = {
             "model": described.model,
             "prompt": [*drawing.sample.context],
             "max_tokens": drawing.num_left,
@@ -479,8 +307,10 @@ class OpenAIProtocol:
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,
+            "seed": drawing.sample.seed,
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
         }
+        return "/v1/completions", body
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
         if "error" in event:
@@ -504,18 +334,12 @@ class OpenAIProtocol:
         return False
 
     async def version(self, calls: Calls) -> str | None:
-        try:
-            found = (await calls.get(self.tells_version)).get("weight_version")
-        except ServerRefuses as refused:
-            if refused.status in NO_SUCH_ROUTE:
-                return None
-            raise
-        return None if found is None else str(found)
+        return await told_version(calls, "/model_info")
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         if await self.version(calls) is None:
             return "it has no /model_info with a weight_version, so its weights could not be checked"
-        if way == "delta" and (why := without_deltas(await calls.get(self.tells_version))) is not None:
+        if way == "delta" and (why := without_deltas(await calls.get("/model_info"))) is not None:
             return f"{why}; have weight_sync.delta: null, to send it whole checkpoints"
         return await without_route(calls, FROM_DISK)
 
@@ -523,16 +347,22 @@ class OpenAIProtocol:
         await calls.post(FROM_DISK, {"model_path": folder, "weight_version": label}, limit_s)
 
 
-# vLLM's completions, and its routes for reinforcement learning. The routes exist with VLLM_SERVER_DEV_MODE=1.
+# vLLM's tokens in and tokens out, and its routes for reinforcement learning, as of release 0.32. The first exist with
+# --enable-scale-out, the others with VLLM_SERVER_DEV_MODE=1.
 
-PAUSE = "/pause?mode=abort&clear_cache=true"
-VLLM_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''
+VLLM_GENERATE = "/inference/v1/generate"
+VLLM_REQUEST = "generate-tokens-"
+"""Beginning of vLLM's names of requests, before the name in the request."""
+VLLM_LEAST_LOGPROB = -9999.0
+"""vLLM sends this number in place of log-probs that are not finite."""
+VLLM_HOW = "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+NOT_ENABLED = (403, *NO_SUCH_ROUTE)
 
 
 NCCL_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
 WORLD_SIZE = "/get_world_size?include_dp="
 INIT, START, FINISH = "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"
-RESUME = "/resume"
+PAUSE, RESUME = "/pause?mode=abort&clear_cache=true", "/resume"
 OF_NCCL = "for NCCLWeightTransferEngine"
 """Part of the answer to an empty INIT by a server with the engine for weights over NCCL."""
 WHOLE_PART_BYTES = 2**62
@@ -600,41 +430,86 @@ async def without_nccl_engine(calls: Calls) -> str | None:
     return f"its weights come in another way; {NCCL_HOW}"
 
 
-class VLLMProtocol(OpenAIProtocol):
-    """vLLM's completions and weight routes. Sends no seeds, because vLLM samples rows with seeds one by one."""
+class VLLMProtocol:
+    """vLLM's routes. See `ServerProtocol`. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
-    tells_version = "/weight_info"
     ways: Sequence[str] = ("folder", "group")
     broadcasts: Broadcasts | None = VLLMBroadcasts()
+    takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
-        described = await super().describe(calls)
+        model = (await calls.get(MODELS))["data"][0]
+        if why := await without_route(calls, VLLM_GENERATE, NOT_ENABLED):
+            raise ServerRefuses(f"{calls.url} cannot be used: {why}; {VLLM_HOW}", 404)
+        num_ranks = None
         with suppress(ServerRefuses):  # the route is missing without VLLM_SERVER_DEV_MODE
-            described = replace(described, num_ranks=(await calls.get(f"{WORLD_SIZE}true"))["world_size"])
-        return described
+            num_ranks = (await calls.get(f"{WORLD_SIZE}true"))["world_size"]
+        return ServerDescription(str(model["id"]), model.get("max_model_len"), num_ranks)
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        whole_text = {"include_stop_str_in_output": True, "skip_special_tokens": False}
-        return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}
+        sampled = {
+            "temperature": 0.0 if sampling.is_greedy(drawing.sample) else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": drawing.num_left,
+            "stop_token_ids": [*sampling.stop_token_ids],
+            "ignore_eos": True,  # only the job's stop tokens end a response
+            "stop": [*sampling.stop],
+            "skip_special_tokens": False,
+            "detokenize": bool(sampling.stop),
+            "logprobs": 0,
+            "stream_interval": PROGRESS_TOKENS,
+        }
+        body = {
+            "request_id": drawing.name,
+            "model": described.model,
+            "token_ids": [*drawing.sample.context],
+            "sampling_params": sampled,
+            "stream": True,
+        }
+        return VLLM_GENERATE, body
+
+    def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
+        if "error" in event:
+            status = event["error"].get("code") or HTTPStatus.BAD_REQUEST
+            told = f"{VLLM_GENERATE}: {event['error'].get('message')}"
+            raise ServerGone(told) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else ServerRefuses(told, status)
+        versions: set[str] = set()
+        for choice in event["choices"]:
+            entries = (choice.get("logprobs") or {}).get("content") or ()
+            found = [entry["logprob"] for entry in entries]
+            drawing.add(choice.get("token_ids") or (), [None if one <= VLLM_LEAST_LOGPROB else one for one in found])
+            drawing.end = choice.get("finish_reason") or drawing.end
+            versions |= {str(span["version"]) for span in choice.get("weight_versions") or ()}
+        return the_version(versions) if versions else None
+
+    async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
+        await calls.post("/inference/v1/abort_requests", {"request_ids": [VLLM_REQUEST + name for name in names]})
+        return True
+
+    async def version(self, calls: Calls) -> str | None:
+        return await told_version(calls, "/weight_info")
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        if await self.version(calls) is None:
+            return f"it has no /weight_info; {VLLM_HOW}"
         if way == "group":
             return await without_nccl_engine(calls)
-        try:
-            await calls.get(self.tells_version)
-            await calls.post("/init_weight_transfer_engine", {"init_info": {}})
-        except (ServerRefuses, ServerGone) as problem:
-            return f"{problem}; {VLLM_HOW}"
-        return None
+        why = await without_route(calls, "/collective_rpc")
+        return why and f"{why}; {VLLM_HOW}"
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
+        """See `ServerProtocol`. vLLM's engine ends if it cannot read the folder."""
         await calls.post(PAUSE, {}, limit_s)
         try:
-            await calls.post("/start_weight_update", {}, limit_s)
-            await calls.post("/update_weights", {"update_info": {"path": folder}}, limit_s)
-            await calls.post("/finish_weight_update", {"weight_version": label}, limit_s)
-        finally:
-            await calls.post("/resume", {}, limit_s)
+            load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            await calls.post("/collective_rpc", load, limit_s)
+            await calls.post("/update_weight_version", {"new_version": label}, limit_s)
+        except (ServerGone, ServerBusy, ServerRefuses):
+            with suppress(ServerGone, ServerBusy, ServerRefuses):  # it should not stay paused, if it still runs
+                await calls.post(RESUME, {})
+            raise
+        await calls.post(RESUME, {}, limit_s)
