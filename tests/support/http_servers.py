@@ -146,7 +146,7 @@ class StandInServer:
     - `pace_s` is the time of a decode step.
     - `most` bounds the number of running requests. Further ones are answered with status 429.
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
-    - `transfers`: the engine for weight transfers of a vLLM server.
+    - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
     - `certificate`: files of a certificate and its key, for TLS.
     """
@@ -178,7 +178,7 @@ class StandInServer:
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = False
         self.broken: list[str] = []
-        self.transfers = StandInTransfers(self, transfers) if transfers else None
+        self.transfers = StandInTransfers(self, transfers) if transfers is not None else None
         self.broadcasts = self.transfers or StandInBroadcasts(self)
         self.start()
 

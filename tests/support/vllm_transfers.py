@@ -28,8 +28,7 @@ class StandInTransfers:
     def __init__(self, server: "StandInServer", engine: str) -> None:
         self.server, self.engine = server, engine
         self.received: dict[str, Tensor] = {}
-        self.num_parts = 0
-        self.num_replicas = 1
+        self.num_parts, self.num_replicas = 0, 1
         self.start()
 
     def start(self) -> None:
@@ -42,6 +41,7 @@ class StandInTransfers:
     def routes(self) -> Mapping[str, Any]:
         return {
             "/get_world_size": self._world_size,
+            "/server_info": self._server_info,
             "/is_paused": self._is_paused,
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
@@ -51,30 +51,26 @@ class StandInTransfers:
         }
 
     async def _world_size(self, body: Any, query: Any) -> Response:
-        return JSONResponse({"world_size": self.num_replicas if query["include_dp"] == "true" else 1})
+        return JSONResponse({"world_size": self.num_replicas})
+
+    async def _server_info(self, body: Any, query: Any) -> Response:
+        config = {
+            "weight_transfer_config": {"backend": self.engine} if self.engine else None,
+            "parallel_config": {"data_parallel_size": self.num_replicas},
+        }
+        return JSONResponse({"vllm_config": config})
 
     async def _is_paused(self, body: Any, query: Any) -> Response:
         return JSONResponse({"is_paused": self.server.is_paused})
 
     async def _init(self, body: Any, query: Any) -> Response:
         told = body["init_info"]
-        if not told:
-            return self._of_nothing()
         assert told.keys() == {*INIT_FIELDS, "packed_num_buffers"} and told["packed"]
         assert not self.groups, "vLLM would keep both communicators"
         unique_id, rank = base64.b64decode(told["nccl_unique_id_b64"], validate=True), told["rank_offset"]
         join = PyNcclCommunicator.from_unique_id_bytes
         self.groups["its one"] = await asyncio.to_thread(join, unique_id, rank, told["world_size"], None)
         return JSONResponse({"message": "Weight transfer initialized"})
-
-    def _of_nothing(self) -> Response:
-        """Returns the answer to an empty body, by the name of the server's engine."""
-        if self.engine == "ipc":
-            return JSONResponse({"message": "Weight transfer initialized"})
-        if self.engine == "none":
-            return failed("Weight transfer not configured. Please set weight_transfer_config")
-        kind = {"nccl": "NCCL", "sparse_nccl": "SparseNCCL"}[self.engine]
-        return failed(f"Invalid init_info for {kind}WeightTransferEngine: missing 2 required keyword-only arguments")
 
     async def _shut_down(self, body: Any, query: Any) -> Response:
         if self.is_open:

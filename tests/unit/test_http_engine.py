@@ -540,21 +540,18 @@ def test_a_server_of_vllm_forgets_a_failed_update_before_the_next(rig: Rig) -> N
 
 NO_SUCH_SERVER = {
     "a rank without a GPU": ("nccl", 1, "cpu", "over NCCL only, which needs GPUs, and this rank has none"),
-    "no routes": (None, 1, "cuda", r"/get_world_size\S* .*404.* start it with VLLM_SERVER_DEV_MODE=1 and --weight-"),
-    "no engine": ("none", 1, "cuda", "Weight transfer not configured.*; start it with"),
-    "another engine": ("sparse_nccl", 1, "cuda", "for SparseNCCLWeightTransferEngine.*; start it with"),
-    "an engine that needs nothing": ("ipc", 1, "cuda", "its weights come in another way; start it with"),
-    "replicas": ("nccl", 2, "cuda", "it has data-parallel replicas"),
+    "no engine": ("", 1, "cuda", "its engine for weight transfers is missing; start it with"),
+    "another engine": ("ipc", 1, "cuda", "its engine for weight transfers is ipc; start it with"),
+    "replicas": ("nccl", 2, "cuda", "it has data_parallel_size 2; .* need 1"),
 }
 
 
 @pytest.mark.parametrize(("transfers", "num_replicas", "device", "said"), NO_SUCH_SERVER.values(), ids=NO_SUCH_SERVER)
 def test_a_server_of_vllm_without_what_broadcasts_need_is_refused(
-    rig: Rig, transfers: str | None, num_replicas: int, device: str, said: str
+    rig: Rig, transfers: str, num_replicas: int, device: str, said: str
 ) -> None:
     server = rig.server("vllm", transfers=transfers)
-    if server.transfers is not None:
-        server.transfers.num_replicas = num_replicas
+    server.transfers.num_replicas = num_replicas
     weights = GroupWeights(parts_on(0), 0, device=torch.device(device), run="run", update_timeout_s=LIMIT_S)
     with pytest.raises(EngineError, match=rf"by way of a group \(http.weights\), .* keep old ones: .*{said}"):
         rig.start(weights=weights)

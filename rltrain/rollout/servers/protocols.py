@@ -360,11 +360,9 @@ NOT_ENABLED = (403, *NO_SUCH_ROUTE)
 
 
 NCCL_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
-WORLD_SIZE = "/get_world_size?include_dp="
+WORLD_SIZE = "/get_world_size"
 INIT, START, FINISH = "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"
 PAUSE, RESUME = "/pause?mode=abort&clear_cache=true", "/resume"
-OF_NCCL = "for NCCLWeightTransferEngine"
-"""Part of the answer to an empty INIT by a server with the engine for weights over NCCL."""
 WHOLE_PART_BYTES = 2**62
 """Size of the server's buffer for packed tensors. Every part fits into it, so a part is one broadcast."""
 
@@ -390,7 +388,7 @@ class VLLMBroadcasts:
         await calls.post(PAUSE, {}, limit_s)
         try:
             with suppress(ServerGone, ServerRefuses):  # an update is open
-                await calls.post(START, {}, limit_s)
+                await calls.post(START, {}, limit_s, alone=True)
             await calls.post(FINISH, {}, limit_s)  # vLLM forgets parts of a failed update only here
             await self.leave(calls, group.name)
             packing = {"packed": True, "packed_buffer_size_bytes": WHOLE_PART_BYTES, "packed_num_buffers": 1}
@@ -420,14 +418,11 @@ class VLLMBroadcasts:
 
 async def without_nccl_engine(calls: Calls) -> str | None:
     """Returns the reason if a server of vLLM takes no weights over NCCL, else None."""
-    try:
-        sizes = [(await calls.get(f"{WORLD_SIZE}{whether}"))["world_size"] for whether in ("true", "false")]
-        if len({*sizes}) > 1:
-            return "it has data-parallel replicas; weights by way of a group need data_parallel_size 1"
-        await calls.post(INIT, {"init_info": {}})
-    except (ServerRefuses, ServerGone) as answer:
-        return None if OF_NCCL in str(answer) else f"{answer}; {NCCL_HOW}"
-    return f"its weights come in another way; {NCCL_HOW}"
+    config = (await calls.get("/server_info?config_format=json"))["vllm_config"]
+    if (num_replicas := config["parallel_config"]["data_parallel_size"]) > 1:
+        return f"it has data_parallel_size {num_replicas}; weights by way of a group need 1"
+    engine = (config["weight_transfer_config"] or {}).get("backend")
+    return None if engine == "nccl" else f"its engine for weight transfers is {engine or 'missing'}; {NCCL_HOW}"
 
 
 class VLLMProtocol:
@@ -444,7 +439,7 @@ class VLLMProtocol:
             raise ServerRefuses(f"{calls.url} cannot be used: {why}; {VLLM_HOW}", 404)
         num_ranks = None
         with suppress(ServerRefuses):  # the route is missing without VLLM_SERVER_DEV_MODE
-            num_ranks = (await calls.get(f"{WORLD_SIZE}true"))["world_size"]
+            num_ranks = (await calls.get(WORLD_SIZE))["world_size"]
         return ServerDescription(str(model["id"]), model.get("max_model_len"), num_ranks)
 
     def request(
