@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from rltrain.checkpoint.safetensors_file import TensorEntry
+from rltrain.config.rollout import Sampling
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
@@ -134,6 +135,11 @@ class ServerProtocol(Protocol):
         """
         ...
 
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        """Returns the reason if the server does not return the log-probs of the tempered distribution before
+        truncation, else None."""
+        ...
+
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         """Ends these requests early. Returns whether the server then streams their remaining tokens."""
         ...
@@ -211,6 +217,9 @@ class SGLangProtocol:
                 raise ServerRefuses(problem, 400)
         spans = meta.get("weight_versions") or ()
         return the_version({str(span["version"]) for span in spans} or {str(meta["weight_version"])})
+
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        return None
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         for name in names:
@@ -329,6 +338,9 @@ class OpenAIProtocol:
         version = event.get("weight_version")
         return None if version is None else str(version)
 
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        return None
+
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         """Returns False and sends nothing. Such servers end a request when its connection closes."""
         return False
@@ -355,6 +367,8 @@ VLLM_REQUEST = "generate-tokens-"
 """Beginning of vLLM's names of requests, before the name in the request."""
 VLLM_LEAST_LOGPROB = -9999.0
 """vLLM sends this number in place of log-probs that are not finite."""
+VLLM_INFO_S = 300.0
+"""Limit for vLLM's report of its settings. It runs pip and other programs for the first one."""
 VLLM_HOW = "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 NOT_ENABLED = (403, *NO_SUCH_ROUTE)
 
@@ -480,6 +494,19 @@ class VLLMProtocol:
             drawing.end = choice.get("finish_reason") or drawing.end
             versions |= {str(span["version"]) for span in choice.get("weight_versions") or ()}
         return the_version(versions) if versions else None
+
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        if sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0:
+            return None  # the modes are equal then
+        if sampling.temperature != 1 and (sampling.top_p < 1 or sampling.top_k > 0):
+            return (
+                "vLLM's log-probs are either those of temperature 1 or those after truncation; expected "
+                "rollout.sampling.temperature 1, or top_p 1 and top_k 0"
+            )
+        info = await calls.get("/server_info?config_format=json", VLLM_INFO_S)
+        found = info["vllm_config"]["model_config"]["logprobs_mode"]
+        expected = "raw_logprobs" if sampling.temperature == 1 else "processed_logprobs"
+        return None if found == expected else f"its log-probs are {found}; start it with --logprobs-mode {expected}"
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         await calls.post("/inference/v1/abort_requests", {"request_ids": [VLLM_REQUEST + name for name in names]})
