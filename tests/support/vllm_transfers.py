@@ -9,12 +9,13 @@ import torch
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from tests.support.nccl_on_gloo import PyNcclCommunicator
+from tests.support.nccl_on_gloo import UNIQUE_ID_BYTES, PyNcclCommunicator
 
 if TYPE_CHECKING:
     from tests.support.http_servers import StandInServer
 
-INIT_FIELDS = {"rank_offset", "world_size", "nccl_unique_id_b64", "packed", "packed_buffer_size_bytes"}
+PACKING = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+INIT_FIELDS = {"rank_offset", "world_size", "nccl_unique_id_b64", *PACKING}
 HANG_S = 30.0
 
 
@@ -65,9 +66,13 @@ class StandInTransfers:
 
     async def _init(self, body: Any, query: Any) -> Response:
         told = body["init_info"]
-        assert told.keys() == {*INIT_FIELDS, "packed_num_buffers"} and told["packed"]
+        assert told.keys() == INIT_FIELDS and told["packed"]
         assert not self.groups, "vLLM would keep both communicators"
         unique_id, rank = base64.b64decode(told["nccl_unique_id_b64"], validate=True), told["rank_offset"]
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            return failed(
+                f"NCCLWeightTransferInitInfo: nccl_unique_id_b64 must decode to 128 bytes, got {len(unique_id)}"
+            )
         join = PyNcclCommunicator.from_unique_id_bytes
         self.groups["its one"] = await asyncio.to_thread(join, unique_id, rank, told["world_size"], None)
         return JSONResponse({"message": "Weight transfer initialized"})
@@ -82,7 +87,9 @@ class StandInTransfers:
 
     async def _begin(self, body: Any, query: Any) -> Response:
         if self.is_open:
-            return failed("start_weight_update called while a weight update is already active.")
+            return failed(
+                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
+            )
         if not self.server.is_paused:
             self.server.broken.append("an update while it was not paused")
         self.server.idle("the beginning of an update")
@@ -93,6 +100,7 @@ class StandInTransfers:
         if not self.is_open:
             return failed("start_weight_update must be called before update_weights.")
         if not self.groups:
+            self.is_open = False
             return failed("NCCL weight transfer not initialized. Call init_transfer_engine() first.")
         if self.has_remains:
             self.server.broken.append("parts of an update on top of those of a failed one")
@@ -125,5 +133,8 @@ class StandInTransfers:
 
 def failed(why: str) -> Response:
     """Returns the answer of vLLM if a worker raises."""
-    message = f"Call to collective_rpc method failed: Worker failed with error '{why}', please check the stack trace"
-    return JSONResponse({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)
+    message = (
+        f"Call to collective_rpc method failed: Worker failed with error '{why}', "
+        "please check the stack trace above for the root cause"
+    )
+    return JSONResponse({"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}, 500)
