@@ -34,7 +34,7 @@ from rltrain.rollout.servers.protocols import (
     VLLMProtocol,
 )
 from rltrain.runtime.grid import Grid
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
+from tests.forked.popen import FORKED_ENVIRONMENT, PYTHON_PATH, REPOSITORY, Popen
 from tests.support import http_servers
 from tests.support.jobs import column, read_records, torchrun
 from tests.support.nccl_on_gloo import TorchBackend
@@ -57,7 +57,7 @@ def servers(
     """Returns a function that returns so many ready servers with the weights of the first checkpoint at their start."""
     folder, made = tmp_path_factory.mktemp("servers"), list[VLLMServer]()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as started:
-        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("PYTHONPATH", PYTHON_PATH)
 
         def ready(count: int) -> list[VLLMServer]:
             for number in range(len(made), count):
@@ -248,7 +248,7 @@ def start_job(urls: Path, output: Path, model: Path, data: str) -> Popen:
             *(*sizes, reward, data, *engines, "checkpoint.save_hf=false", f"output_dir={output}"),
         ],
         cwd=REPOSITORY,
-        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "PYTHONPATH": str(REPOSITORY), "ENGINES_TOKEN": TOKEN},
+        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": TOKEN},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
