@@ -23,7 +23,8 @@ class StandInTransfers:
     """`received` has the tensors of the last or current update.
 
     In part `dies_in`, counted from 1, the server ends; in part `hangs_in` it does not take the broadcast, and in part
-    `fails_in` it does not load the tensors. `num_replicas` are those of data parallelism.
+    `fails_in` it does not load the tensors. With `fails_to_join` it joins no group. `num_replicas` are those of
+    data parallelism.
     """
 
     def __init__(self, server: "StandInServer", engine: str) -> None:
@@ -38,6 +39,7 @@ class StandInTransfers:
         self.is_open = self.has_remains = False
         """Whether an update is open, and whether the model holds parts of a failed one."""
         self.dies_in = self.hangs_in = self.fails_in = 0
+        self.fails_to_join = False
 
     def routes(self) -> Mapping[str, Any]:
         return {
@@ -73,6 +75,8 @@ class StandInTransfers:
             return failed(
                 f"NCCLWeightTransferInitInfo: nccl_unique_id_b64 must decode to 128 bytes, got {len(unique_id)}"
             )
+        if self.fails_to_join:
+            return failed("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)")
         join = PyNcclCommunicator.from_unique_id_bytes
         self.groups["its one"] = await asyncio.to_thread(join, unique_id, rank, told["world_size"], None)
         return JSONResponse({"message": "Weight transfer initialized"})
