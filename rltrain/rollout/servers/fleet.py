@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rltrain.config.rollout import Http
+from rltrain.config.rollout import Http, Sampling
 from rltrain.errors import ConfigError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
@@ -153,14 +154,22 @@ class FleetServer(DrawingServer):
     """A server at a URL.
 
     With `needs_weights` a server is refused if it cannot take weights by the way of `weights`. Otherwise such a server
-    keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids.
+    keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids. With
+    `trained_sampling` it is refused if it returns other log-probs for samples of this kind.
     """
 
     def __init__(
-        self, url: str, access: Access, weights: Weights, *, needs_weights: bool, needs_images: bool = False
+        self,
+        url: str,
+        access: Access,
+        weights: Weights,
+        *,
+        needs_weights: bool,
+        needs_images: bool = False,
+        trained_sampling: Sampling | None = None,
     ) -> None:
         super().__init__(Calls(url, access))
-        self._needs_images = needs_images
+        self._needs_images, self._trained_sampling = needs_images, trained_sampling
         self.serves = False
         """Whether the server has the current weights and may be sent samples."""
         self.waits = False
@@ -210,6 +219,10 @@ class FleetServer(DrawingServer):
                 f"{max_context_tokens} or more. Start the server with it, or lower that key",
                 400,
             )
+        if self._trained_sampling and (
+            why := await self._protocol.without_logprobs(self.calls, self._trained_sampling)
+        ):
+            raise ServerRefuses(f"{self.url} ({self._protocol.name}) returns log-probs that do not fit: {why}", 400)
         why = await self._refuses_weights()
         self._takes_weights = why is None
         if why is not None and self._needs_weights:
@@ -225,7 +238,9 @@ class FleetServer(DrawingServer):
         if self._weights.way not in self.protocol.ways:
             expected = "; expected weight_sync.delta: null" if self._weights.way == "delta" else ""
             return f"rltrain knows no such way for servers of {self.protocol.name}{expected}"
-        return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
+        return self._weights.refusal(self.protocol) or await self.protocol.prepare_for_weights(
+            self.calls, self._weights.way
+        )
 
     async def take_weights(self) -> None:
         """Makes sure that the server has the current weights.
@@ -312,6 +327,7 @@ class Fleet(Requests):
 
     A sample goes to the server with the fewest samples of this rank. If a server is lost, leaves, or has wrong weights,
     its samples continue on others. A new or returning server gets the current weights before its first sample.
+    `trained_sampling` is the sampling of samples whose log-probs are used, or None.
     """
 
     def __init__(
@@ -327,6 +343,7 @@ class Fleet(Requests):
         max_context_tokens: int,
         needs_weights: bool,
         images: ServerImages | None = None,
+        trained_sampling: Sampling | None = None,
     ) -> None:
         super().__init__(
             max_running_requests=max_running_requests,
@@ -337,9 +354,16 @@ class Fleet(Requests):
             images=images,
         )
         self.num_serving = 0
-        self._addresses, self._access, self._weights = addresses, access, weights
+        self._addresses, self._weights = addresses, weights
         self._settings, self._protocol, self._role = settings, protocol, role
-        self._needs_weights = needs_weights
+        self._new_server = partial(
+            FleetServer,
+            access=access,
+            weights=weights,
+            needs_weights=needs_weights,
+            needs_images=images is not None,
+            trained_sampling=trained_sampling,
+        )
         self._servers: dict[str, FleetServer] = {}
         self._updating = asyncio.Lock()
         self._given: list[FleetServer] = []
@@ -443,9 +467,7 @@ class Fleet(Requests):
                 await self._leave(self._servers.pop(url))
         for url in urls:
             if url not in self._servers:
-                needs = {"needs_weights": self._needs_weights, "needs_images": self._images is not None}
-                server = FleetServer(url, self._access, self._weights, **needs)
-                self._servers[url] = server
+                self._servers[url] = self._new_server(url)
             server = self._servers[url]
             _refusal_of(server)  # it has been logged
             if not (server.serves or server.waits) and (server.joining is None or server.joining.done()):
