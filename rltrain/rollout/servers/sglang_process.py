@@ -218,7 +218,7 @@ def check_arguments(spec: ServerSpec) -> None:
             f"{key}.python: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
             f"{MIN_VERSION} or newer in it: name the interpreter of an environment that has it"
         )
-    if _numbers(reply["version"]) < _numbers(MIN_VERSION):
+    if numbers_of(reply["version"]) < numbers_of(MIN_VERSION):
         raise ConfigError(
             f"{key}.python: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
             "install that or name another interpreter"
@@ -349,7 +349,7 @@ def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
     return reply
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
     """Returns (0, 5, 23) for "0.5.23.post1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 

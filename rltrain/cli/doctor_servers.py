@@ -1,0 +1,180 @@
+"""The doctor's questions to the servers of a config: what each one is, and what it lacks for a job of this config."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.cli.doctor import FINE, WRONG, Finding
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError, EngineError
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
+from rltrain.rollout.servers.calls import Access, ServerBusy, ServerGone, ServerRefuses
+from rltrain.rollout.servers.fleet import FleetServer, checked, in_known_form, read
+from rltrain.rollout.servers.http_engine import CheckpointWeights, token_of, way_of
+from rltrain.rollout.servers.remote_engine import Drawing
+from rltrain.rollout.servers.sglang_process import MIN_VERSION, numbers_of
+from rltrain.tasks.roles import served_roles
+
+LIMIT_S = 20.0
+"""Seconds for all questions to one server."""
+PROMPT = (1, 2, 3)
+"""Token ids of any vocabulary."""
+COLD, HOT = 0.05, 2.0
+"""Temperatures with very different log-probs of the likeliest token."""
+SAME_LOGPROB = 0.05
+"""Largest difference of equal log-probs. Models in bfloat16 differ by this much between two batches."""
+SHOWN_CHARACTERS = 400
+
+
+def of_servers(config: Config) -> Iterator[Finding]:
+    """Yields a finding for each server of the config's roles, and one for each role without a usable server.
+
+    The servers of a role are asked together. They generate one token each and keep their weights.
+    """
+    for role in served_roles():
+        if role in config.placed_roles and config.served(role).engine == "http":
+            try:
+                asked = _Questions.of(config, role)
+            except ConfigError as error:
+                yield Finding(f"{role} servers", WRONG, str(error))
+                continue
+            answers = asyncio.run(asked.ask_all())
+            yield from answers
+            if not any(answer.reached for answer in answers):
+                yield Finding(f"{role}.urls", WRONG, asked.nobody())
+
+
+@dataclass(frozen=True)
+class Answer(Finding):
+    """The finding about one server."""
+
+    reached: bool = True
+    """Whether the server has answered at all."""
+
+
+class _NeverGiven(CheckpointWeights):
+    """Weights of a way that no server is given. They stand for those of a job in questions."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(LIMIT_S)
+        self.way = way
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """The questions to the servers of a role."""
+
+    config: Config
+    role: str
+    urls: Sequence[str]
+    access: Access
+
+    @classmethod
+    def of(cls, config: Config, role: str) -> "_Questions":
+        """Returns the questions of a config. Raises ConfigError if its URLs or its token are wrong or missing."""
+        served, where = config.served(role), f"{role}.urls"
+        given = served.urls
+        urls = read(Path(given), where) if isinstance(given, str) else checked(given, where)
+        token = token_of(served.http, f"{role}.http")
+        return cls(config, role, urls, Access(token, served.http.ca_file, connect_timeout_s=LIMIT_S))
+
+    def nobody(self) -> str:
+        """Returns what to do if no server answers."""
+        if not self.urls:
+            return "no URLs; expected one or more: add them, and start a server for each (docs/engines.md)"
+        limit_s = self.config.served(self.role).http.start_timeout_s
+        return (
+            f"none of {len(self.urls)} answers, and a job would end after {self.role}.http.start_timeout_s = "
+            f"{limit_s:g} s: start a server for each URL (docs/engines.md), or correct the URLs"
+        )
+
+    async def ask_all(self) -> list[Answer]:
+        return [*await asyncio.gather(*map(self._ask, self.urls))]
+
+    async def _ask(self, url: str) -> Answer:
+        """Returns the finding about the server at `url`."""
+        weights_change = self.role == "rollout" and algorithm_of(self.config).trains
+        way = way_of(self.config, self.role, weights_change=weights_change).way
+        has_images = self.config.model.vision is not None and self.role != "judge"
+        server = FleetServer(url, self.access, _NeverGiven(way), needs_weights=weights_change, needs_images=has_images)
+        what = f"{self.role}: {url}"
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                with in_known_form(url):
+                    return await self._examine(server, what)
+        except TimeoutError:
+            why, reached = f"no answer within {LIMIT_S:g} s: look at its log", False
+        except ServerGone as gone:
+            why, reached = f"{gone}; start it, or correct the URL", False
+        except ServerBusy as busy:
+            why, reached = str(busy), True
+        except ServerRefuses as refused:
+            key, is_token = f"{self.role}.http.token_env or token_file", refused.status in (401, 403)
+            why, reached = f"{refused}{f'; {key} names its token' if is_token else ''}", True
+        finally:
+            await server.close()
+        return Answer(what, WRONG, _line(why), reached=reached)
+
+    async def _examine(self, server: FleetServer, what: str) -> Answer:
+        served = self.config.served(self.role)
+        await server.ask(served.protocol)
+        software = await server.protocol.software(server.calls)
+        lacks = [
+            *_old_release(software),
+            *await server.lacks(served.max_context_tokens),
+            *await self._unlike_engines(server),
+        ]
+        context = server.described.max_context_tokens
+        facts = [software, f"model {server.described.model}", f"context of {context or 'unknown'} tokens"]
+        if server.keeps_own is not None and not lacks:
+            facts.append(f"keeps the weights that it was started with ({server.keeps_own})")
+        told = ", ".join(facts) + "".join(f"; it {lack}" for lack in lacks)
+        return Answer(what, WRONG if lacks else FINE, _line(told))
+
+    async def _unlike_engines(self, server: FleetServer) -> list[str]:
+        """Has the server generate one token. Returns what is wrong with it, and with log-probs at the temperature of
+        the config."""
+        sampling = self.config.served(self.role).sampling
+        drawing = Drawing(Sample(0, PROMPT, seed=0), 1, name=f"doctor-{secrets.token_hex(4)}.")
+        given = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, 1, ())
+        asked = (PROMPT, server.described.model)
+        try:
+            await server.draw(drawing, given, LIMIT_S)
+            if self.role != "rollout" or sampling.temperature in (0.0, 1.0):
+                return []
+            cold, hot = [await server.protocol.top_logprob(server.calls, *asked, each) for each in (COLD, HOT)]
+        except (ServerGone, ServerRefuses, EngineError) as problem:
+            return [f"does not generate: {problem}"]
+        if cold is None or hot is None or abs(cold - hot) > SAME_LOGPROB or hot > -SAME_LOGPROB:
+            return []
+        return [
+            f"returns log-probs of temperature 1, but rollout.sampling.temperature is {sampling.temperature:g}. "
+            f"{UNTEMPERED[server.protocol.name]}"
+        ]
+
+
+UNTEMPERED = {
+    "sglang": "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "vllm": "Start it with --logprobs-mode processed_logprobs",
+    "openai": "Expected log-probs of the tempered distribution, or temperature 1",
+}
+
+
+def _old_release(software: str) -> list[str]:
+    """Returns a complaint about a release of SGLang that lacks what rltrain calls."""
+    name, _, release = software.partition(" ")
+    if name != "SGLang" or numbers_of(release) >= numbers_of(MIN_VERSION):
+        return []
+    return [f"is too old; expected SGLang {MIN_VERSION} or newer"]
+
+
+def _line(text: str) -> str:
+    """Returns a text as one line, without its middle if it is long."""
+    text = re.sub(r"\s+", " ", text).strip()
+    half = SHOWN_CHARACTERS
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
