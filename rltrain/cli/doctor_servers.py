@@ -16,6 +16,7 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.fleet import FleetServer, checked, in_known_form, read
 from rltrain.rollout.servers.http_engine import CheckpointWeights, token_of, way_of
+from rltrain.rollout.servers.protocols import MODELS
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_process import MIN_VERSION, numbers_of
 from rltrain.tasks.roles import served_roles
@@ -123,7 +124,7 @@ class _Questions:
     async def _examine(self, server: FleetServer, what: str) -> Answer:
         served = self.config.served(self.role)
         await server.ask(served.protocol)
-        software = await server.protocol.software(server.calls)
+        software = await _software(server)
         lacks = [
             *_old_release(software),
             *await server.lacks(served.max_context_tokens),
@@ -142,12 +143,11 @@ class _Questions:
         sampling = self.config.served(self.role).sampling
         drawing = Drawing(Sample(0, PROMPT, seed=0), 1, name=f"doctor-{secrets.token_hex(4)}.")
         given = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, 1, ())
-        asked = (PROMPT, server.described.model)
         try:
             await server.draw(drawing, given, LIMIT_S)
             if self.role != "rollout" or sampling.temperature in (0.0, 1.0):
                 return []
-            cold, hot = [await server.protocol.top_logprob(server.calls, *asked, each) for each in (COLD, HOT)]
+            cold, hot = [await _top_logprob(server, temperature) for temperature in (COLD, HOT)]
         except (ServerGone, ServerRefuses, EngineError) as problem:
             return [f"does not generate: {problem}"]
         if cold is None or hot is None or abs(cold - hot) > SAME_LOGPROB or hot > -SAME_LOGPROB:
@@ -156,6 +156,34 @@ class _Questions:
             f"returns log-probs of temperature 1, but rollout.sampling.temperature is {sampling.temperature:g}. "
             f"{UNTEMPERED[server.protocol.name]}"
         ]
+
+
+async def _software(server: FleetServer) -> str:
+    """Asks the server for its program and release, such as "SGLang 0.5.23"."""
+    if server.protocol.name == "sglang":
+        return f"SGLang {(await server.calls.get('/server_info')).get('version')}"
+    if server.protocol.name == "vllm":
+        return f"vLLM {(await server.calls.get('/version')).get('version')}"
+    owner = (await server.calls.get(MODELS))["data"][0].get("owned_by")
+    if owner == "rltrain":
+        return f"rltrain serve {(await server.calls.get('/model_info')).get('version')}"
+    return f"OpenAI's API, of {owner}"
+
+
+async def _top_logprob(server: FleetServer, temperature: float) -> float | None:
+    """Returns the log-prob of the likeliest token after PROMPT, as the server reports it at this temperature.
+
+    Returns None if the server reports only sampled tokens' log-probs.
+    """
+    if server.protocol.name == "sglang":
+        sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
+        of_top = {"return_logprob": True, "top_logprobs_num": 1}
+        answer = await server.calls.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling, **of_top})
+        return float(answer["meta_info"]["output_top_logprobs"][0][0][0])
+    body = {"model": server.described.model, "prompt": PROMPT, "max_tokens": 1, "temperature": temperature}
+    answer = await server.calls.post("/v1/completions", {**body, "logprobs": 1})
+    top = answer["choices"][0]["logprobs"].get("top_logprobs")
+    return max(top[0].values()) if top else None
 
 
 UNTEMPERED = {

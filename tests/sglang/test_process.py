@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.servers.sglang_process import Server, check_arguments
+from rltrain.rollout.servers.sglang_process import (
+    NOT_FOR_CONFIGS,
+    NOT_ON_CPU,
+    NOT_WITH_ROUTING,
+    SERVER_FOLDER,
+    Server,
+    check_arguments,
+    server_environment,
+)
 from tests.sglang.servers import START_TIMEOUT_S, call, greedy, server_spec
 from tests.unit.test_sglang_process import lives, wait_until_gone
 
@@ -124,6 +132,37 @@ def test_arguments_are_checked_against_the_installed_version(sglang_python: str,
     for name, (value, message) in REFUSED.items():
         with pytest.raises(ConfigError, match=message):
             check_arguments(replace(spec, args={name: value}))
+
+
+TAKEN = {"enable_deterministic_inference": True, "enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}
+OTHER_PLACES = r"cannot be chosen .*places of tensor parallelism; .*\(rollout\.engine: http\); remove the key"
+ASKED_IN_VAIN = {
+    "enable_memory_saver": (True, r"cannot be chosen .*follows from the placement"),
+    "attention_data_parallel_size": (2, OTHER_PLACES),
+    "enable_dp_attention": (True, OTHER_PLACES),
+    "expert_parallel_size": (2, OTHER_PLACES),
+    "data_parallel_size": (2, r"cannot be chosen .*more engines come from more ranks in placement"),
+    "disaggregation_mode": ("prefill", r"cannot be chosen .*an engine is one server with all parts and phases"),
+    "hicache_storage_backend": ("file", r"cannot be chosen .*outlive a run"),
+}
+"""Arguments that users of SGLang ask for. Some have other names than the field of ServerArgs."""
+
+
+def test_what_users_ask_for_is_taken_or_refused_with_a_reason(sglang_python: str, tmp_path: Path) -> None:
+    spec = server_spec(sglang_python, "a-model", tmp_path / "engine.log", args=TAKEN, device="cuda")
+    check_arguments(spec)
+    for name, (value, message) in ASKED_IN_VAIN.items():
+        with pytest.raises(ConfigError, match=rf"rollout\.sglang\.args\.{name}: {message}"):
+            check_arguments(replace(spec, args={name: value}))
+    with pytest.raises(ConfigError, match=r"enable_deterministic_inference: got true, but this run has no GPU"):
+        check_arguments(replace(spec, device="cpu"))
+
+
+def test_every_argument_that_is_refused_exists(sglang_python: str, tmp_path: Path) -> None:
+    command = [sglang_python, str(SERVER_FOLDER / "rltrain_arguments.py"), "{}"]
+    environment = server_environment(server_spec(sglang_python, "a-model", tmp_path / "engine.log"))
+    told = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1])
+    assert {*NOT_FOR_CONFIGS, *NOT_ON_CPU, *NOT_WITH_ROUTING} - {*told["names"]} == {"config"}, "an option, not a field"
 
 
 def test_an_environment_without_sglang_is_refused(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ class StandInServer:
     - `broken` lists violations of the protocol.
     - `certificate`: files of a certificate and its key, for TLS.
     - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
+    - `arguments` are further arguments that it was started with.
     """
 
     def __init__(
@@ -159,8 +160,9 @@ class StandInServer:
         holds_batch_s: float = 0.0,
         release: str = "0.5.23",
         is_tempered: bool = True,
+        arguments: Mapping[str, str] | None = None,
     ) -> None:
-        self.release, self.is_tempered = release, is_tempered
+        self.release, self.is_tempered, self.arguments = release, is_tempered, arguments or {}
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
         self.holds_batch_until = 0.0
@@ -258,7 +260,7 @@ class StandInServer:
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
         deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
-        known = {"version": self.release, "weight_version": self.label}
+        known = {"version": self.release, "weight_version": self.label, **self.arguments}
         return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
 
     async def _version(self, body: Any, query: Any) -> Response:

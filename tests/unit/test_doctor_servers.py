@@ -69,6 +69,8 @@ LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a way": ({"takes_weights": False}, {}, "takes no weights by way of a folder (http.weights)"),
     "groups": ({"kind": "vllm"}, {"http": ACCESS | {"weights": "group"}}, "by way of a group (http.weights)"),
     "deltas": ({}, {"sections": {"weight_sync": {"delta": {}}}}, "start it with this rltrain's plugin for SGLang"),
+    "a phase": ({"arguments": {"disaggregation_mode": "decode"}}, {}, "expected a server of both"),
+    "a store": ({"arguments": {"hicache_storage_backend": "file"}}, {}, "without --hicache-storage-backend"),
     "images": ({"kind": "vllm"}, {"sections": {"model": WITH_TOWER}}, "takes no images with token ids"),
     "age": ({"release": "0.5.22.post1"}, {}, "is too old; expected SGLang 0.5.23 or newer"),
     "log-probs of vLLM": (

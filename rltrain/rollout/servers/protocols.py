@@ -208,17 +208,6 @@ class ServerProtocol(Protocol):
         """Asks the server for its model and limits."""
         ...
 
-    async def software(self, calls: Calls) -> str:
-        """Asks the server for its program and release, such as "SGLang 0.5.23"."""
-        ...
-
-    async def top_logprob(self, calls: Calls, prompt: Sequence[int], model: str, temperature: float) -> float | None:
-        """Returns the log-prob of the likeliest next token, as the server reports it at this temperature.
-
-        Returns None if the server reports only sampled tokens' log-probs.
-        """
-        ...
-
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
@@ -278,19 +267,16 @@ class SGLangProtocol:
 
     async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
+        if (mode := info.get("disaggregation_mode")) not in (None, "null"):
+            raise ServerRefuses(
+                f"{calls.url} only serves one phase (disaggregation_mode {mode}); expected a server of both, without "
+                "--disaggregation-mode",
+                400,
+            )
         model = await calls.get("/model_info")
         context = info.get("context_length") or info.get("max_req_input_len")
         num_ranks = info.get("tp_size") if info.get("pp_size") == info.get("dp_size") == 1 else None
         return ServerDescription(str(model.get("model_path")), context, num_ranks)
-
-    async def software(self, calls: Calls) -> str:
-        return f"SGLang {(await calls.get('/server_info')).get('version')}"
-
-    async def top_logprob(self, calls: Calls, prompt: Sequence[int], model: str, temperature: float) -> float | None:
-        sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
-        body = {"input_ids": [*prompt], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 1}
-        meta = (await calls.post("/generate", body))["meta_info"]
-        return float(meta["output_top_logprobs"][0][0][0])
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
@@ -329,6 +315,11 @@ class SGLangProtocol:
         return None if found is None else str(found)
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        if (store := (await calls.get("/server_info")).get("hicache_storage_backend")) is not None:
+            return (
+                f"its store of keys and values ({store}) would keep those of old weights; start it without "
+                "--hicache-storage-backend"
+            )
         if way == "folder":
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
@@ -381,18 +372,6 @@ class OpenAIProtocol:
     async def describe(self, calls: Calls) -> ServerDescription:
         model = (await calls.get(MODELS))["data"][0]
         return ServerDescription(str(model["id"]), model.get("max_model_len"))
-
-    async def software(self, calls: Calls) -> str:
-        owner = (await calls.get(MODELS))["data"][0].get("owned_by")
-        if owner == "rltrain":
-            return f"rltrain serve {(await calls.get(self.tells_version)).get('version')}"
-        return f"OpenAI's API, of {owner}"
-
-    async def top_logprob(self, calls: Calls, prompt: Sequence[int], model: str, temperature: float) -> float | None:
-        body = {"model": model, "prompt": [*prompt], "max_tokens": 1, "temperature": temperature, "logprobs": 1}
-        choice = (await calls.post("/v1/completions", body))["choices"][0]
-        top = choice["logprobs"].get("top_logprobs")
-        return max(top[0].values()) if top else None
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
@@ -475,9 +454,6 @@ class VLLMProtocol(OpenAIProtocol):
     ) -> tuple[str, Mapping[str, Any]]:
         whole_text = {"include_stop_str_in_output": True, "skip_special_tokens": False}
         return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}
-
-    async def software(self, calls: Calls) -> str:
-        return f"vLLM {(await calls.get('/version'))['version']}"
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         try:

@@ -188,6 +188,25 @@ NOT_FOR_CONFIGS = {
         ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
         "weight syncs write to the device",
     ),
+    **dict.fromkeys(
+        (
+            *("attn_dp_size", "enable_dp_attention", "enable_dp_lm_head", "attn_cp_size", "dcp_size"),
+            *("ep_size", "max_ep_size", "elastic_ep_initial_size", "moe_a2a_backend", "moe_dp_size", "dwdp_size"),
+            *(
+                "moe_dense_tp_size",
+                "shared_experts_tp_size",
+                "enable_dense_mlp_attn_tp",
+                "enable_shared_experts_attn_tp",
+            ),
+        ),
+        "weight syncs write to the places of tensor parallelism; servers that you start yourself may have others "
+        "({role}.engine: http)",
+    ),
+    **dict.fromkeys(
+        ("disaggregation_mode", "encoder_only", "language_only"),
+        "an engine is one server with all parts and phases; more engines come from more ranks in placement",
+    ),
+    "hicache_storage_backend": "its keys and values outlive a run, and their names do not name the weights",
     "enable_return_routed_experts": "it follows from model.router_replay",
     "weight_cache_mode": "the weights would be shared with engines of other runs",
 }
@@ -202,6 +221,10 @@ NOT_WITH_ROUTING = {
     "speculative_algorithm": "SGLang's record of experts has no room for all drafted tokens",
 }
 """Fields with which SGLang 0.5.23 returns wrong experts, or ends, if it is to return experts."""
+
+
+NOT_ON_CPU = ("enable_deterministic_inference", "rl_on_policy_target")
+"""Fields that need a GPU: SGLang's attention in plain torch is not deterministic."""
 
 
 def check_arguments(spec: ServerSpec) -> None:
@@ -230,6 +253,7 @@ def check_arguments(spec: ServerSpec) -> None:
             raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
         _refuse_ours(spec, name, reply["fields"][name])
         _refuse_without_routing(spec, name, reply["fields"][name])
+        _refuse_on_cpu(spec, name, reply["fields"][name])
     if reply["problem"] is not None:
         raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept these: {reply['problem']}")
 
@@ -240,6 +264,14 @@ def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
         reason = NOT_FOR_CONFIGS[field].format(role=spec.role, path=path)
         raise ConfigError(
             f"{spec.config_key}.args.{name}: cannot be chosen in a run of rltrain: {reason}; remove the key"
+        )
+
+
+def _refuse_on_cpu(spec: ServerSpec, name: str, field: str) -> None:
+    if spec.device == "cpu" and spec.args[name] and field in NOT_ON_CPU:
+        raise ConfigError(
+            f"{spec.config_key}.args.{name}: got {json.dumps(spec.args[name])}, but this run has no GPU, and SGLang's "
+            "attention on CPUs is not deterministic; remove the key, or use GPUs"
         )
 
 
