@@ -82,19 +82,19 @@ MAX_CONTEXT_TOKENS = PROMPT_TOKENS + max(case.max_response_tokens for case in CA
 
 
 def write_default_model(folder: Path, *, wide_heads: bool) -> Path:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    wide = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     config = transformers.Qwen3Config(
         vocab_size=15,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
+        num_attention_heads=2 if wide_heads else 4,
+        num_key_value_heads=1 if wide_heads else 2,
+        head_dim=64 if wide_heads else 16,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=DEFAULT_EOS,
         pad_token_id=DEFAULT_EOS,
-        **(wide if wide_heads else heads),
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -189,7 +189,7 @@ class Generate:
 
 
 def transformers_model(setting: Setting) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(setting.path, dtype=setting.dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(setting.path, dtype=setting.dtype)
     return model.to(setting.device).eval()
 
 
@@ -211,10 +211,24 @@ class OneAddress:
 def on_server(setting: Setting, url: str, token: str, ended: ExitStack) -> Contestant:
     """Returns the engine on the server at `url`, which keeps its weights."""
     weights, http = CheckpointWeights(START_TIMEOUT_S), Http(start_timeout_s=START_TIMEOUT_S)
-    limits = {"max_running_requests": MAX_RUNNING, "max_context_tokens": MAX_CONTEXT_TOKENS}
-    given = {"protocol": "auto", "role": "rollout", "needs_weights": False, **limits}
-    fleet = Fleet(OneAddress(url), Access(token), weights, http, **given)  # type: ignore[arg-type]
-    engine = HttpEngine(fleet, weights, advance=lambda: None, **limits)
+    fleet = Fleet(
+        OneAddress(url),  # type: ignore[arg-type]
+        Access(token),
+        weights,
+        http,
+        protocol="auto",
+        role="rollout",
+        max_running_requests=MAX_RUNNING,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        needs_weights=False,
+    )
+    engine = HttpEngine(
+        fleet,
+        weights,
+        max_running_requests=MAX_RUNNING,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        advance=lambda: None,
+    )
     ended.callback(engine.close)
     engine.start()
     engine.begin_update()
