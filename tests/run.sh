@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The test suite, in the same .venv as the quickstart: bash tests/run.sh [--sglang | --slurm | --lint] [pytest arguments]
-# --sglang: only tests/sglang, against the real package, which is installed once into .venv-sglang (11 GB, 5 minutes).
+# The test suite, in the same .venv as the quickstart: bash tests/run.sh [--ENGINE | --slurm | --lint] [pytest arguments]
+# --sglang, --vllm: only tests/sglang or tests/vllm, against the real package. It is installed once: 11 GB or 3 GB.
 # --slurm: only tests/slurm, as root, on a Slurm of two nodes made for them. --lint: ruff, mypy, codespell.
 # Three files run at a time, or as many as -n says, because many tests wait. Compiled Python files are kept.
 set -euo pipefail
@@ -10,11 +10,10 @@ cd "$REPOSITORY" && unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1" # ranks share cores; some resolvers never answer
 case ${1:-} in
   --lint) exec "$python" tests/lint.py ;;
-  --sglang) prepare_sglang; export RLTRAIN_SGLANG_PYTHON=$sglang_python ;;
-  --slurm) prepare_slurm ;;
+  --sglang | --vllm | --slurm) "prepare_${1#--}" ;;
 esac
 export SSL_CERT_FILE="" SSL_CERT_DIR=/nonexistent # tests need no certificates, and reading them takes 50 ms
-if [[ ${1:-} == --s* ]]; then # these tests need both cores
+if [[ ${1:-} =~ ^--(sglang|vllm|slurm)$ ]]; then # these tests need both cores
   folder=tests/${1#--} && shift
   set -- -n 0 $([[ " $*" == *" $folder"* ]] || echo "$folder") "$@"
 fi

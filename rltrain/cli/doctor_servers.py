@@ -21,8 +21,8 @@ from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_process import MIN_VERSION, numbers_of
 from rltrain.tasks.roles import served_roles
 
-LIMIT_S = 20.0
-"""Seconds for all questions to one server."""
+LIMIT_S = 60.0
+"""Seconds for all questions to one server. vLLM runs programs before it reports its settings."""
 PROMPT = (1, 2, 3)
 """Token ids of any vocabulary."""
 COLD, HOT = 0.05, 2.0
@@ -102,7 +102,14 @@ class _Questions:
         weights_change = self.role == "rollout" and algorithm_of(self.config).trains
         way = way_of(self.config, self.role, weights_change=weights_change).way
         has_images = self.config.model.vision is not None and self.role != "judge"
-        server = FleetServer(url, self.access, _NeverGiven(way), needs_weights=weights_change, needs_images=has_images)
+        server = FleetServer(
+            url,
+            self.access,
+            _NeverGiven(way),
+            needs_weights=weights_change,
+            needs_images=has_images,
+            trained_sampling=self.config.served(self.role).sampling if weights_change else None,
+        )
         what = f"{self.role}: {url}"
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -145,7 +152,7 @@ class _Questions:
         given = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, 1, ())
         try:
             await server.draw(drawing, given, LIMIT_S)
-            if self.role != "rollout" or sampling.temperature in (0.0, 1.0):
+            if self.role != "rollout" or sampling.temperature in (0.0, 1.0) or server.protocol.name not in UNTEMPERED:
                 return []
             cold, hot = [await _top_logprob(server, temperature) for temperature in (COLD, HOT)]
         except (ServerGone, ServerRefuses, EngineError) as problem:
@@ -188,9 +195,9 @@ async def _top_logprob(server: FleetServer, temperature: float) -> float | None:
 
 UNTEMPERED = {
     "sglang": "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
-    "vllm": "Start it with --logprobs-mode processed_logprobs",
     "openai": "Expected log-probs of the tempered distribution, or temperature 1",
 }
+"""What to do about log-probs of temperature 1, by protocol. vLLM reports its mode."""
 
 
 def _old_release(software: str) -> list[str]:

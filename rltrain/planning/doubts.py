@@ -31,6 +31,7 @@ VARIABLES = (
     "RLTRAIN_SESSION_URL",
     "RLTRAIN_SGLANG_PYTHON",
     "RLTRAIN_SGLANG_TOKEN",
+    "RLTRAIN_VLLM_PYTHON",
 )
 """Environment variables that rltrain reads or sets."""
 

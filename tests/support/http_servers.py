@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
+from rltrain.rollout.servers.protocols import VLLM_REQUEST
 from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
 
 LIMIT = timedelta(seconds=30)
@@ -117,6 +118,10 @@ class StandInBroadcasts:
         return JSONResponse({"success": True})
 
 
+def vllm_refusal(message: str, status: int = 400) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "Bad Request", "param": None, "code": status}}, status)
+
+
 def refused(message: str, status: int = 400) -> Response:
     return JSONResponse({"success": False, "message": message}, status)
 
@@ -174,7 +179,7 @@ class StandInServer:
         self.versions_drawn: list[int] = []
         """Policy version at the first token of each request."""
         self.num_running = self.num_starts = self.port = 0
-        self.hangs = self.is_paused = self.is_updating = False
+        self.hangs = self.is_paused = False
         self.broken: list[str] = []
         self.broadcasts = StandInBroadcasts(self)
         self.start()
@@ -187,7 +192,7 @@ class StandInServer:
         """Starts the server again at the same address, with its own weights."""
         self.num_starts += 1
         self.label, self.num_running = STARTED_WITH, 0
-        self.hangs = self.is_paused = self.is_updating = False
+        self.hangs = self.is_paused = False
         self._aborted: set[str] = set()
         self.broadcasts.start()
         config = uvicorn.Config(self._app(), port=self.port, log_level="critical", lifespan="off", access_log=False)
@@ -230,12 +235,12 @@ class StandInServer:
         )
 
     def _drawing(self) -> dict[str, Any]:
+        if self.kind == "vllm":
+            own = {"/inference/v1/generate": self._vllm_generate, "/inference/v1/abort_requests": self._vllm_abort}
+            return {**own, "/version": self._version, "/server_info": self._vllm_info}
         if self.kind != "sglang":
-            return {
-                "/v1/completions": self._completions,
-                **({"/model_info": self._info} if self.kind == "rltrain" else {}),
-                **({"/version": self._version} if self.kind == "vllm" else {}),
-            }
+            told = {"/model_info": self._info} if self.kind == "rltrain" else {}
+            return {"/v1/completions": self._completions, **told}
         told = {"/server_info": self._info, "/model_info": self._info}
         return {"/generate": self._generate, "/abort_request": self._abort, **told}
 
@@ -245,13 +250,11 @@ class StandInServer:
         if self.kind == "sglang":
             return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes()}
         return {
-            "/weight_info": self._info,
-            "/init_weight_transfer_engine": self._nothing,
+            "/weight_info": self._weight_info,
             "/pause": self._pause,
             "/resume": self._resume,
-            "/start_weight_update": self._start_update,
-            "/update_weights": self._update,
-            "/finish_weight_update": self._finish_update,
+            "/collective_rpc": self._collective_rpc,
+            "/update_weight_version": self._label_vllm,
         }
 
     async def _models(self, body: Any, query: Any) -> Response:
@@ -263,11 +266,12 @@ class StandInServer:
         known = {"version": self.release, "weight_version": self.label, **self.arguments}
         return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
 
+    async def _vllm_info(self, body: Any, query: Any) -> Response:
+        mode = "processed_logprobs" if self.is_tempered else "raw_logprobs"
+        return JSONResponse({"vllm_config": {"model_config": {"logprobs_mode": mode}}})
+
     async def _version(self, body: Any, query: Any) -> Response:
         return JSONResponse({"version": self.release})
-
-    async def _nothing(self, body: Any, query: Any) -> Response:
-        return JSONResponse({})
 
     async def _from_disk(self, body: Any, query: Any) -> Response:
         if "model_path" not in body:
@@ -291,32 +295,32 @@ class StandInServer:
             await asyncio.sleep(0.005)
         return JSONResponse({"success": True})
 
+    async def _weight_info(self, body: Any, query: Any) -> Response:
+        return JSONResponse({"weight_version": self.label})
+
     async def _pause(self, body: Any, query: Any) -> Response:
-        assert query["mode"] == "abort"
+        assert query["mode"] == "abort" and query["clear_cache"] == "true"
         self.is_paused = True
-        return JSONResponse({})
+        return JSONResponse({"status": "paused"})
 
     async def _resume(self, body: Any, query: Any) -> Response:
         self.is_paused = False
-        return JSONResponse({})
+        return JSONResponse({"status": "resumed"})
 
-    async def _start_update(self, body: Any, query: Any) -> Response:
-        if not self.is_paused or self.is_updating:
-            self.broken.append("an update was started twice, or while it was not paused")
-        self.idle("the start of an update")
-        self.is_updating = True
-        return JSONResponse({})
-
-    async def _update(self, body: Any, query: Any) -> Response:
-        if not self.is_updating:
-            self.broken.append("weights outside of an update")
-        self._load(body["update_info"]["path"])
+    async def _collective_rpc(self, body: Any, query: Any) -> Response:
+        if "method" not in body:
+            return vllm_refusal("Missing 'method' in request body")
+        assert body["method"] == "reload_weights"
+        self.idle("a load of weights")
+        if not self.is_paused:
+            self.broken.append("a load of weights while it was not paused")
+        self._load(body["kwargs"]["weights_path"])
         await asyncio.sleep(self.load_s)
-        return JSONResponse({})
+        return JSONResponse({"results": [None]})
 
-    async def _finish_update(self, body: Any, query: Any) -> Response:
-        self.label, self.is_updating = body["weight_version"], False
-        return JSONResponse({})
+    async def _label_vllm(self, body: Any, query: Any) -> Response:
+        self.label = body["new_version"]
+        return JSONResponse({"success": True, "new_version": self.label})
 
     def idle(self, what: str) -> None:
         if self.num_running:
@@ -363,6 +367,42 @@ class StandInServer:
             yield f"data: {json.dumps({'output_ids': tokens, 'meta_info': meta})}\n\n"
         yield "data: [DONE]\n\n"
 
+    async def _vllm_abort(self, body: Any, query: Any) -> Response:
+        names = [name.removeprefix(VLLM_REQUEST) for name in body["request_ids"] if name.startswith(VLLM_REQUEST)]
+        self._aborted |= {*names}
+        return Response()
+
+    async def _vllm_generate(self, body: Any, query: Any) -> Response:
+        if "token_ids" not in body:
+            return vllm_refusal("2 validation errors")
+        if (self.num_running + 1) > self.most:
+            return vllm_refusal("too many", 429)
+        params = body["sampling_params"]
+        assert body["model"] == "tiny" and params["logprobs"] == 0 and params["ignore_eos"]
+        drawn = self._draw(body["token_ids"], params["stop_token_ids"], params["max_tokens"], body["request_id"])
+        return StreamingResponse(self._vllm_events(body["request_id"], drawn), media_type="text/event-stream")
+
+    async def _vllm_events(self, name: str, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
+        spans: list[dict[str, Any]] = []
+        count = 0
+        async for token, reason in drawn:
+            tokens = [token] if token >= 0 else []
+            if tokens and (not spans or spans[-1]["version"] != self.label):
+                spans.append({"version": self.label, "start": count})
+            count += len(tokens)
+            if spans:
+                spans[-1]["end"] = count
+            entries = [{"token_id": one, "logprob": logprob_of(one, version_of(self.label))} for one in tokens]
+            choice = {
+                "index": 0,
+                "finish_reason": reason,
+                "token_ids": tokens,
+                "weight_versions": None if reason is None else spans,
+                "logprobs": {"content": entries},
+            }
+            yield f"data: {json.dumps({'request_id': VLLM_REQUEST + name, 'choices': [choice]})}\n\n"
+        yield "data: [DONE]\n\n"
+
     async def _completions(self, body: Any, query: Any) -> Response:
         if (self.num_running + 1) > self.most:
             return JSONResponse({"error": "too many"}, 429)
@@ -383,8 +423,7 @@ class StandInServer:
             tokens = [] if token < 0 else [token]
             logprobs = {"token_logprobs": [logprob_of(token, version_of(self.label)) for token in tokens]}
             choice = {"text": "x", "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
-            told = {"weight_version": self.label} if self.kind == "rltrain" else {}
-            yield f"data: {json.dumps({'choices': [choice], **told})}\n\n"
+            yield f"data: {json.dumps({'choices': [choice], 'weight_version': self.label})}\n\n"
         yield "data: [DONE]\n\n"
 
     async def _draw(

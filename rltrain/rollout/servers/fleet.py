@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
-from rltrain.config.rollout import Http
+from rltrain.config.rollout import Http, Sampling
 from rltrain.errors import ConfigError, EngineError
 from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
 from rltrain.rollout.sample import Sample
@@ -158,14 +159,22 @@ class FleetServer:
     """A server of a rank. Belongs to one event loop. Methods raise as `Calls` does.
 
     With `needs_weights` a server is refused if it cannot take weights by the way of `weights`. Otherwise such a server
-    keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids.
+    keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids. With
+    `trained_sampling` it is refused if it returns other log-probs for samples of this kind.
     """
 
     def __init__(
-        self, url: str, access: Access, weights: Weights, *, needs_weights: bool, needs_images: bool = False
+        self,
+        url: str,
+        access: Access,
+        weights: Weights,
+        *,
+        needs_weights: bool,
+        needs_images: bool = False,
+        trained_sampling: Sampling | None = None,
     ) -> None:
         self.calls = Calls(url, access)
-        self._needs_images = needs_images
+        self._needs_images, self._trained_sampling = needs_images, trained_sampling
         self.serves = False
         """Whether the server has the current weights and may be sent samples."""
         self.waits = False
@@ -227,6 +236,8 @@ class FleetServer:
                 f"has a context of {context} tokens; expected rollout.max_context_tokens = {max_context_tokens} or "
                 "more. Start the server with it, or lower that key"
             )
+        if self._trained_sampling and (why := await self.protocol.without_logprobs(self.calls, self._trained_sampling)):
+            found.append(f"returns log-probs that do not fit: {why}")
         why = self.keeps_own = await self._refuses_weights()
         if why is not None and self._needs_weights:
             way = _named(self._weights.way)
@@ -337,7 +348,8 @@ class Fleet:
 
     A sample goes to the server with the fewest samples of this rank, first in, first out. If a server is lost, leaves,
     or has wrong weights, its samples continue on others from their certain tokens. A new or returning server gets the
-    current weights before its first sample. `images` are those of samples, with model.vision.
+    current weights before its first sample. `images` are those of samples, with model.vision. `trained_sampling` is the
+    sampling of samples whose log-probs are used, or None.
     """
 
     def __init__(
@@ -353,6 +365,7 @@ class Fleet:
         max_context_tokens: int,
         needs_weights: bool,
         images: ServerImages | None = None,
+        trained_sampling: Sampling | None = None,
     ) -> None:
         self.outbox: SimpleQueue[Sample | Exception] = SimpleQueue()
         """Finished samples, and errors that end the job."""
@@ -361,10 +374,18 @@ class Fleet:
         self.version = 0
         """Policy version of the current weights."""
         self._divergence = DivergenceWatch()
-        self._addresses, self._access, self._weights = addresses, access, weights
+        self._addresses, self._weights = addresses, weights
         self._settings, self._protocol, self._role = settings, protocol, role
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
-        self._needs_weights, self._images = needs_weights, images
+        self._images = images
+        self._new_server = partial(
+            FleetServer,
+            access=access,
+            weights=weights,
+            needs_weights=needs_weights,
+            needs_images=images is not None,
+            trained_sampling=trained_sampling,
+        )
         self._servers: dict[str, FleetServer] = {}
         self._queue: deque[Drawing] = deque()
         self._running: dict[int, tuple[asyncio.Task[None], FleetServer]] = {}
@@ -503,9 +524,7 @@ class Fleet:
                 await self._leave(self._servers.pop(url))
         for url in urls:
             if url not in self._servers:
-                needs = {"needs_weights": self._needs_weights, "needs_images": self._images is not None}
-                server = FleetServer(url, self._access, self._weights, **needs)
-                self._servers[url] = server
+                self._servers[url] = self._new_server(url)
             server = self._servers[url]
             _refusal_of(server)  # it has been logged
             if not (server.serves or server.waits) and (server.joining is None or server.joining.done()):

@@ -265,6 +265,7 @@ def build_http(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         max_context_tokens=settings.max_context_tokens,
         needs_weights=site.weights_change,
         images=ServerImages.of(site),
+        trained_sampling=settings.sampling if site.weights_change else None,
     )
     engine = HttpEngine(
         fleet,

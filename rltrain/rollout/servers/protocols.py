@@ -1,10 +1,11 @@
 """The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from http import HTTPStatus
 from secrets import token_hex
 from typing import Any, Protocol
 
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import TensorEntry
+from rltrain.config.rollout import Sampling
 from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.server_images import wrong_length
-from rltrain.rollout.servers.sglang_session import sampling_fields
+from rltrain.rollout.servers.sglang_session import PROGRESS_TOKENS, sampling_fields
 from rltrain.runtime.messages import family_of
 from rltrain.runtime.world import own_address
 
@@ -221,6 +223,11 @@ class ServerProtocol(Protocol):
         """
         ...
 
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        """Returns the reason if the server does not return the log-probs of the tempered distribution before
+        truncation, else None."""
+        ...
+
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         """Ends these requests early. Returns whether the server then streams their remaining tokens."""
         ...
@@ -302,8 +309,11 @@ class SGLangProtocol:
             problem = wrong_length(drawing.sample, meta.get("prompt_tokens")) if drawing.images else None
             if problem and drawing.end != "abort":
                 raise ServerRefuses(problem, 400)
-        versions = {str(span["version"]) for span in meta.get("weight_versions") or ()} or {meta["weight_version"]}
-        return str(versions.pop()) if len(versions) == 1 else f"several: {', '.join(sorted(map(str, versions)))}"
+        spans = meta.get("weight_versions") or ()
+        return the_version({str(span["version"]) for span in spans} or {str(meta["weight_version"])})
+
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        return None
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         for name in names:
@@ -344,13 +354,32 @@ def without_deltas(told: Mapping[str, Any]) -> str | None:
     return None if found == own else f"it takes deltas of format {found}; expected {own}, the format of this rltrain"
 
 
-async def without_route(calls: Calls, path: str) -> str | None:
-    """Returns the reason if `path` takes no POST, else None. Sends an empty body, which servers refuse unchanged."""
+async def without_route(calls: Calls, path: str, missing: Collection[int] = NO_SUCH_ROUTE) -> str | None:
+    """Returns the reason if `path` takes no POST, else None. Sends an empty body, which servers refuse unchanged.
+
+    `missing` are the status codes of a server without the route.
+    """
     try:
         await calls.post(path, {})
     except ServerRefuses as refused:
-        return f"it has no {path}" if refused.status in NO_SUCH_ROUTE else None
+        return f"it has no {path}" if refused.status in missing else None
     return None
+
+
+async def told_version(calls: Calls, path: str) -> str | None:
+    """Returns the label of the weights that a server tells at `path`, or None if it tells none."""
+    try:
+        found = (await calls.get(path)).get("weight_version")
+    except ServerRefuses as refused:
+        if refused.status in NO_SUCH_ROUTE:
+            return None
+        raise
+    return None if found is None else str(found)
+
+
+def the_version(versions: Collection[str]) -> str:
+    """Returns the one label of a response's weights. Several labels give a text that equals no label."""
+    return next(iter(versions)) if len(versions) == 1 else f"several: {', '.join(sorted(versions))}"
 
 
 # OpenAI's completions with token ids in the responses. Weights come from disk if the server has SGLang's routes for
@@ -363,8 +392,6 @@ class OpenAIProtocol:
     """OpenAI's completions. See `ServerProtocol`."""
 
     name = "openai"
-    tells_version = "/model_info"
-    """Path of the server's report of its weight version."""
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: SGLangBroadcasts | None = None
     takes_images = False
@@ -376,11 +403,7 @@ class OpenAIProtocol:
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        return "/v1/completions", self.body(drawing, sampling, described) | {"seed": drawing.sample.seed}
-
-    def body(self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription) -> dict[str, Any]:
-        """Returns the common fields of requests, without the seed."""
-        return {
+        body = {
             "model": described.model,
             "prompt": [*drawing.sample.context],
             "max_tokens": drawing.num_left,
@@ -392,8 +415,10 @@ class OpenAIProtocol:
             "logprobs": 1,
             "return_token_ids": True,
             "stream": True,
+            "seed": drawing.sample.seed,
             **({"top_k": sampling.top_k} if sampling.top_k else {}),
         }
+        return "/v1/completions", body
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
         if "error" in event:
@@ -412,23 +437,20 @@ class OpenAIProtocol:
         version = event.get("weight_version")
         return None if version is None else str(version)
 
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        return None
+
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
         """Returns False and sends nothing. Such servers end a request when its connection closes."""
         return False
 
     async def version(self, calls: Calls) -> str | None:
-        try:
-            found = (await calls.get(self.tells_version)).get("weight_version")
-        except ServerRefuses as refused:
-            if refused.status in NO_SUCH_ROUTE:
-                return None
-            raise
-        return None if found is None else str(found)
+        return await told_version(calls, "/model_info")
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         if await self.version(calls) is None:
             return "it has no /model_info with a weight_version, so its weights could not be checked"
-        if way == "delta" and (why := without_deltas(await calls.get(self.tells_version))) is not None:
+        if way == "delta" and (why := without_deltas(await calls.get("/model_info"))) is not None:
             return f"{why}; have weight_sync.delta: null, to send it whole checkpoints"
         return await without_route(calls, FROM_DISK)
 
@@ -436,38 +458,108 @@ class OpenAIProtocol:
         await calls.post(FROM_DISK, {"model_path": folder, "weight_version": label}, limit_s)
 
 
-# vLLM's completions, and its routes for reinforcement learning. The routes exist with VLLM_SERVER_DEV_MODE=1.
+# vLLM's tokens in and tokens out, and its routes for reinforcement learning, as of release 0.32. The first exist with
+# --enable-scale-out, the others with VLLM_SERVER_DEV_MODE=1.
 
-PAUSE = "/pause?mode=abort&clear_cache=true"
-VLLM_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''
+VLLM_GENERATE = "/inference/v1/generate"
+VLLM_REQUEST = "generate-tokens-"
+"""Beginning of vLLM's names of requests, before the name in the request."""
+VLLM_LEAST_LOGPROB = -9999.0
+"""vLLM sends this number in place of log-probs that are not finite."""
+VLLM_INFO_S = 300.0
+"""Limit for vLLM's report of its settings. It runs pip and other programs for the first one."""
+VLLM_HOW = "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+NOT_ENABLED = (403, *NO_SUCH_ROUTE)
 
 
-class VLLMProtocol(OpenAIProtocol):
-    """vLLM's completions and weight routes. Sends no seeds, because vLLM samples rows with seeds one by one."""
+class VLLMProtocol:
+    """vLLM's routes. See `ServerProtocol`. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
-    tells_version = "/weight_info"
     ways: Sequence[str] = ("folder",)
+    broadcasts: SGLangBroadcasts | None = None
+    takes_images = False
+
+    async def describe(self, calls: Calls) -> ServerDescription:
+        model = (await calls.get(MODELS))["data"][0]
+        if why := await without_route(calls, VLLM_GENERATE, NOT_ENABLED):
+            raise ServerRefuses(f"{calls.url} cannot be used: {why}; {VLLM_HOW}", 404)
+        return ServerDescription(str(model["id"]), model.get("max_model_len"))
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        whole_text = {"include_stop_str_in_output": True, "skip_special_tokens": False}
-        return "/v1/completions", {**self.body(drawing, sampling, described), **whole_text}
+        sampled = {
+            "temperature": 0.0 if sampling.is_greedy(drawing.sample) else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": drawing.num_left,
+            "stop_token_ids": [*sampling.stop_token_ids],
+            "ignore_eos": True,  # only the job's stop tokens end a response
+            "stop": [*sampling.stop],
+            "skip_special_tokens": False,
+            "detokenize": bool(sampling.stop),
+            "logprobs": 0,
+            "stream_interval": PROGRESS_TOKENS,
+        }
+        body = {
+            "request_id": drawing.name,
+            "model": described.model,
+            "token_ids": [*drawing.sample.context],
+            "sampling_params": sampled,
+            "stream": True,
+        }
+        return VLLM_GENERATE, body
+
+    def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
+        if "error" in event:
+            status = event["error"].get("code") or HTTPStatus.BAD_REQUEST
+            told = f"{VLLM_GENERATE}: {event['error'].get('message')}"
+            raise ServerGone(told) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else ServerRefuses(told, status)
+        versions: set[str] = set()
+        for choice in event["choices"]:
+            entries = (choice.get("logprobs") or {}).get("content") or ()
+            found = [entry["logprob"] for entry in entries]
+            drawing.add(choice.get("token_ids") or (), [None if one <= VLLM_LEAST_LOGPROB else one for one in found])
+            drawing.end = choice.get("finish_reason") or drawing.end
+            versions |= {str(span["version"]) for span in choice.get("weight_versions") or ()}
+        return the_version(versions) if versions else None
+
+    async def without_logprobs(self, calls: Calls, sampling: Sampling) -> str | None:
+        if sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k == 0:
+            return None  # the modes are equal then
+        if sampling.temperature != 1 and (sampling.top_p < 1 or sampling.top_k > 0):
+            return (
+                "vLLM's log-probs are either those of temperature 1 or those after truncation; expected "
+                "rollout.sampling.temperature 1, or top_p 1 and top_k 0"
+            )
+        info = await calls.get("/server_info?config_format=json", VLLM_INFO_S)
+        found = info["vllm_config"]["model_config"]["logprobs_mode"]
+        expected = "raw_logprobs" if sampling.temperature == 1 else "processed_logprobs"
+        return None if found == expected else f"its log-probs are {found}; start it with --logprobs-mode {expected}"
+
+    async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
+        await calls.post("/inference/v1/abort_requests", {"request_ids": [VLLM_REQUEST + name for name in names]})
+        return True
+
+    async def version(self, calls: Calls) -> str | None:
+        return await told_version(calls, "/weight_info")
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
-        try:
-            await calls.get(self.tells_version)
-            await calls.post("/init_weight_transfer_engine", {"init_info": {}})
-        except (ServerRefuses, ServerGone) as problem:
-            return f"{problem}; {VLLM_HOW}"
-        return None
+        if await self.version(calls) is None:
+            return f"it has no /weight_info; {VLLM_HOW}"
+        why = await without_route(calls, "/collective_rpc")
+        return why and f"{why}; {VLLM_HOW}"
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        await calls.post(PAUSE, {}, limit_s)
+        """See `ServerProtocol`. vLLM's engine ends if it cannot read the folder."""
+        await calls.post("/pause?mode=abort&clear_cache=true", {}, limit_s)
         try:
-            await calls.post("/start_weight_update", {}, limit_s)
-            await calls.post("/update_weights", {"update_info": {"path": folder}}, limit_s)
-            await calls.post("/finish_weight_update", {"weight_version": label}, limit_s)
-        finally:
-            await calls.post("/resume", {}, limit_s)
+            load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            await calls.post("/collective_rpc", load, limit_s)
+            await calls.post("/update_weight_version", {"new_version": label}, limit_s)
+        except (ServerGone, ServerBusy, ServerRefuses):
+            with suppress(ServerGone, ServerBusy, ServerRefuses):  # it should not stay paused, if it still runs
+                await calls.post("/resume", {})
+            raise
+        await calls.post("/resume", {}, limit_s)
