@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cli.doctor import FINE, WRONG, Finding
 from rltrain.config.schema import Config
@@ -16,7 +18,8 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.fleet import FleetServer, checked, in_known_form, read
 from rltrain.rollout.servers.http_engine import CheckpointWeights, token_of, way_of
-from rltrain.rollout.servers.protocols import MODELS
+from rltrain.rollout.servers.http_weights import GroupWeights
+from rltrain.rollout.servers.protocols import MODELS, ServerProtocol
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.sglang_process import MIN_VERSION, numbers_of
 from rltrain.tasks.roles import served_roles
@@ -64,6 +67,11 @@ class _NeverGiven(CheckpointWeights):
     def __init__(self, way: str) -> None:
         super().__init__(LIMIT_S)
         self.way = way
+
+    def refusal(self, protocol: ServerProtocol) -> str | None:
+        if self.way != GroupWeights.way or protocol.broadcasts is None:
+            return None
+        return protocol.broadcasts.refusal(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @dataclass(frozen=True)

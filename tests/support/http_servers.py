@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.servers.protocols import VLLM_REQUEST
 from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
+from tests.support.vllm_transfers import StandInTransfers
 
 LIMIT = timedelta(seconds=30)
 
@@ -130,7 +131,7 @@ TOKEN = "secret"
 STARTED_WITH = "default"
 LIMIT_S = 60.0
 SIZES = ("tp_size", "pp_size", "dp_size")
-ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/version")
+ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/version", "/get_world_size", "/is_paused")
 """Paths of GET requests."""
 
 
@@ -145,6 +146,7 @@ class StandInServer:
     - `pace_s` is the time of a decode step.
     - `most` bounds the number of running requests. Further ones are answered with status 429.
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
+    - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
     - `certificate`: files of a certificate and its key, for TLS.
     - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
@@ -166,6 +168,7 @@ class StandInServer:
         release: str = "0.5.23",
         is_tempered: bool = True,
         arguments: Mapping[str, str] | None = None,
+        transfers: str | None = None,
     ) -> None:
         self.release, self.is_tempered, self.arguments = release, is_tempered, arguments or {}
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
@@ -181,7 +184,8 @@ class StandInServer:
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = False
         self.broken: list[str] = []
-        self.broadcasts = StandInBroadcasts(self)
+        self.transfers = StandInTransfers(self, transfers) if transfers is not None else None
+        self.broadcasts = self.transfers or StandInBroadcasts(self)
         self.start()
 
     @property
@@ -255,6 +259,7 @@ class StandInServer:
             "/resume": self._resume,
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._label_vllm,
+            **(self.transfers.routes() if self.transfers is not None else {}),
         }
 
     async def _models(self, body: Any, query: Any) -> Response:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rltrain.cli import doctor, doctor_servers
 from rltrain.cli.doctor import FINE, WRONG, Finding
@@ -67,7 +68,8 @@ HOT = {"sampling": {"temperature": 0.8}}
 LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context": ({"context": 100}, {}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
     "a way": ({"takes_weights": False}, {}, "takes no weights by way of a folder (http.weights)"),
-    "groups": ({"kind": "vllm"}, {"http": ACCESS | {"weights": "group"}}, "by way of a group (http.weights)"),
+    "groups": ({"kind": "rltrain"}, {"http": ACCESS | {"weights": "group"}}, "by way of a group (http.weights)"),
+    "GPUs": ({"kind": "vllm"}, {"http": ACCESS | {"weights": "group"}}, "over NCCL only, which needs GPUs"),
     "deltas": ({}, {"sections": {"weight_sync": {"delta": {}}}}, "start it with this rltrain's plugin for SGLang"),
     "a phase": ({"arguments": {"disaggregation_mode": "decode"}}, {}, "expected a server of both"),
     "a store": ({"arguments": {"hicache_storage_backend": "file"}}, {}, "without --hicache-storage-backend"),
@@ -84,7 +86,8 @@ LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", LACKS)
-def test_what_a_server_lacks_for_the_config_is_said(serve: Serve, what: str) -> None:
+def test_what_a_server_lacks_for_the_config_is_said(serve: Serve, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     server, settings, said = LACKS[what]
     [finding] = report(serve(**{"kind": "sglang", **server}).url, **settings)
     assert finding.state == WRONG and said in finding.detail
