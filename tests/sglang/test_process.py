@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.cli.doctor import FINE, WRONG
+from rltrain.cli.doctor_servers import of_servers
 from rltrain.errors import ConfigError, EngineError
 from rltrain.rollout.servers.sglang_process import (
+    MIN_VERSION,
     NOT_FOR_CONFIGS,
     NOT_ON_CPU,
     NOT_WITH_ROUTING,
@@ -24,6 +27,7 @@ from rltrain.rollout.servers.sglang_process import (
     server_environment,
 )
 from tests.sglang.servers import START_TIMEOUT_S, call, greedy, server_spec
+from tests.support.schedule_configs import make_config
 from tests.unit.test_sglang_process import lives, wait_until_gone
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,6 +61,16 @@ def test_it_generates_for_who_has_the_token(server: Server) -> None:
     tokens, logprobs = greedy(server, [3, 4, 5], 7)
     assert len(tokens) == len(logprobs) == 7
     assert [with_token(server.url, token) for token in (server.token, None, "guess")] == [200, 401, 401]
+
+
+def test_the_doctor_knows_it_and_what_it_lacks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINES_TOKEN", server.token)
+    served = {"engine": "http", "urls": [server.url], "http": {"token_env": "ENGINES_TOKEN"}}
+    fits = served | {"max_context_tokens": server.spec.max_context_tokens, "sampling": {"temperature": 0.8}}
+    [finding] = of_servers(make_config(rollout=fits, weight_sync={"delta": {}}))
+    assert finding.state == FINE and finding.detail.startswith(f"SGLang {MIN_VERSION}, model {server.spec.model_path}")
+    [finding] = of_servers(make_config(rollout=served | {"max_context_tokens": 10**6}))
+    assert finding.state == WRONG and "expected rollout.max_context_tokens = 1000000" in finding.detail
 
 
 def test_the_token_is_nowhere_to_be_read(server: Server) -> None:
