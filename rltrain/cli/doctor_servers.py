@@ -48,17 +48,17 @@ def of_servers(config: Config) -> Iterator[Finding]:
                 yield Finding(f"{role} servers", WRONG, str(error))
                 continue
             answers = asyncio.run(asked.ask_all())
-            yield from answers
-            if not any(answer.reached for answer in answers):
+            yield from (answer.finding for answer in answers)
+            if not any(answer.is_there for answer in answers):
                 yield Finding(f"{role}.urls", WRONG, asked.nobody())
 
 
 @dataclass(frozen=True)
-class Answer(Finding):
-    """The finding about one server."""
+class Answer:
+    """The finding about one server, and whether the server has answered at all."""
 
-    reached: bool = True
-    """Whether the server has answered at all."""
+    finding: Finding
+    is_there: bool = True
 
 
 class _NeverGiven(CheckpointWeights):
@@ -118,23 +118,23 @@ class _Questions:
             needs_images=has_images,
             trained_sampling=self.config.served(self.role).sampling if weights_change else None,
         )
-        what = f"{self.role}: {url}"
+        what, is_there = f"{self.role}: {url}", False
         try:
             async with asyncio.timeout(LIMIT_S):
                 with in_known_form(url):
                     return await self._examine(server, what)
         except TimeoutError:
-            why, reached = f"no answer within {LIMIT_S:g} s: look at its log", False
+            why = f"no answer within {LIMIT_S:g} s: look at its log"
         except ServerGone as gone:
-            why, reached = f"{gone}; start it, or correct the URL", False
+            why = f"{gone}; start it, or correct the URL"
         except ServerBusy as busy:
-            why, reached = str(busy), True
+            why, is_there = str(busy), True
         except ServerRefuses as refused:
             key, is_token = f"{self.role}.http.token_env or token_file", refused.status in (401, 403)
-            why, reached = f"{refused}{f'; {key} names its token' if is_token else ''}", True
+            why, is_there = f"{refused}{f'; {key} names its token' if is_token else ''}", True
         finally:
             await server.close()
-        return Answer(what, WRONG, _line(why), reached=reached)
+        return Answer(Finding(what, WRONG, _line(why)), is_there=is_there)
 
     async def _examine(self, server: FleetServer, what: str) -> Answer:
         served = self.config.served(self.role)
@@ -150,7 +150,7 @@ class _Questions:
         if server.keeps_own is not None and not lacks:
             facts.append(f"keeps the weights that it was started with ({server.keeps_own})")
         told = ", ".join(facts) + "".join(f"; it {lack}" for lack in lacks)
-        return Answer(what, WRONG if lacks else FINE, _line(told))
+        return Answer(Finding(what, WRONG if lacks else FINE, _line(told)))
 
     async def _unlike_engines(self, server: FleetServer) -> list[str]:
         """Has the server generate one token. Returns what is wrong with it, and with log-probs at the temperature of
