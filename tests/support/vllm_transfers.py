@@ -9,12 +9,13 @@ import torch
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from tests.support.nccl_on_gloo import PyNcclCommunicator
+from tests.support.nccl_on_gloo import UNIQUE_ID_BYTES, PyNcclCommunicator
 
 if TYPE_CHECKING:
     from tests.support.http_servers import StandInServer
 
-INIT_FIELDS = {"rank_offset", "world_size", "nccl_unique_id_b64", "packed", "packed_buffer_size_bytes"}
+PACKING = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+INIT_FIELDS = {"rank_offset", "world_size", "nccl_unique_id_b64", *PACKING}
 HANG_S = 30.0
 
 
@@ -22,7 +23,8 @@ class StandInTransfers:
     """`received` has the tensors of the last or current update.
 
     In part `dies_in`, counted from 1, the server ends; in part `hangs_in` it does not take the broadcast, and in part
-    `fails_in` it does not load the tensors. `num_replicas` are those of data parallelism.
+    `fails_in` it does not load the tensors. With `fails_to_join` it joins no group. `num_replicas` are those of
+    data parallelism.
     """
 
     def __init__(self, server: "StandInServer", engine: str) -> None:
@@ -37,6 +39,7 @@ class StandInTransfers:
         self.is_open = self.has_remains = False
         """Whether an update is open, and whether the model holds parts of a failed one."""
         self.dies_in = self.hangs_in = self.fails_in = 0
+        self.fails_to_join = False
 
     def routes(self) -> Mapping[str, Any]:
         return {
@@ -65,9 +68,15 @@ class StandInTransfers:
 
     async def _init(self, body: Any, query: Any) -> Response:
         told = body["init_info"]
-        assert told.keys() == {*INIT_FIELDS, "packed_num_buffers"} and told["packed"]
+        assert told.keys() == INIT_FIELDS and told["packed"]
         assert not self.groups, "vLLM would keep both communicators"
         unique_id, rank = base64.b64decode(told["nccl_unique_id_b64"], validate=True), told["rank_offset"]
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            return failed(
+                f"NCCLWeightTransferInitInfo: nccl_unique_id_b64 must decode to 128 bytes, got {len(unique_id)}"
+            )
+        if self.fails_to_join:
+            return failed("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)")
         join = PyNcclCommunicator.from_unique_id_bytes
         self.groups["its one"] = await asyncio.to_thread(join, unique_id, rank, told["world_size"], None)
         return JSONResponse({"message": "Weight transfer initialized"})
@@ -82,7 +91,9 @@ class StandInTransfers:
 
     async def _begin(self, body: Any, query: Any) -> Response:
         if self.is_open:
-            return failed("start_weight_update called while a weight update is already active.")
+            return failed(
+                "start_weight_update called while a weight update is already active. Call finish_weight_update first."
+            )
         if not self.server.is_paused:
             self.server.broken.append("an update while it was not paused")
         self.server.idle("the beginning of an update")
@@ -93,6 +104,7 @@ class StandInTransfers:
         if not self.is_open:
             return failed("start_weight_update must be called before update_weights.")
         if not self.groups:
+            self.is_open = False
             return failed("NCCL weight transfer not initialized. Call init_transfer_engine() first.")
         if self.has_remains:
             self.server.broken.append("parts of an update on top of those of a failed one")
@@ -125,5 +137,8 @@ class StandInTransfers:
 
 def failed(why: str) -> Response:
     """Returns the answer of vLLM if a worker raises."""
-    message = f"Call to collective_rpc method failed: Worker failed with error '{why}', please check the stack trace"
-    return JSONResponse({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)
+    message = (
+        f"Call to collective_rpc method failed: Worker failed with error '{why}', "
+        "please check the stack trace above for the root cause"
+    )
+    return JSONResponse({"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}, 500)

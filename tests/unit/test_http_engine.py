@@ -551,6 +551,19 @@ def test_a_server_of_vllm_forgets_a_failed_update_before_the_next(rig: Rig) -> N
     assert drawn_right(engine.generate(samples(), SHORT))
 
 
+@pytest.mark.usefixtures("on_gloo")
+def test_a_server_of_vllm_that_fails_to_join_keeps_its_weights_until_the_next_update(rig: Rig) -> None:
+    server, other = (rig.server("vllm", transfers="nccl") for _ in range(2))
+    engine, num_parts = start(rig, limit_s=5.0)
+    server.transfers.fails_to_join = True
+    sent = sync_in_parts(engine, 0, num_parts)
+    assert has(other, sent) and server.label == STARTED_WITH and not server.is_paused
+    server.transfers.fails_to_join = False
+    wait_until_waiting(engine, 1)
+    sent = sync_in_parts(engine, 1, num_parts)
+    assert has(server, sent) and has(other, sent)
+
+
 NO_SUCH_SERVER = {
     "a rank without a GPU": ("nccl", 1, "cpu", "over NCCL only, which needs GPUs, and this rank has none"),
     "no engine": ("", 1, "cuda", "its engine for weight transfers is missing; start it with"),

@@ -381,6 +381,7 @@ VLLM_LEAST_LOGPROB = -9999.0
 VLLM_INFO_S = 300.0
 """Limit for vLLM's report of its settings. It runs pip and other programs for the first one."""
 VLLM_HOW = "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+VLLM_CONFIG = "/server_info?config_format=json"
 NOT_ENABLED = (403, *NO_SUCH_ROUTE)
 
 
@@ -443,7 +444,7 @@ class VLLMBroadcasts:
 
 async def without_nccl_engine(calls: Calls) -> str | None:
     """Returns the reason if a server of vLLM takes no weights over NCCL, else None."""
-    config = (await calls.get("/server_info?config_format=json"))["vllm_config"]
+    config = (await calls.get(VLLM_CONFIG))["vllm_config"]
     if (num_replicas := config["parallel_config"]["data_parallel_size"]) > 1:
         return f"it has data_parallel_size {num_replicas}; weights by way of a group need 1"
     engine = (config["weight_transfer_config"] or {}).get("backend")
