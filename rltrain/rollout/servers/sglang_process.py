@@ -1,5 +1,6 @@
 """An SGLang server as a child process: its arguments, environment, start and end."""
 
+import base64
 import contextlib
 import functools
 import http.client
@@ -15,11 +16,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
+from rltrain.models import Architecture
+from rltrain.models.registry import FAMILIES, FIRST_DENSE, FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY
 from rltrain.reshard.native import BLOCK
 from rltrain.runtime.messages import family_of
 
@@ -82,6 +85,8 @@ class ServerSpec:
     """Whether responses include the experts of each token."""
     adapter: AdapterSpec | None = None
     """Adapters beside the weights, or None."""
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that the server reads, if the checkpoint's file may lack them."""
     rendezvous: str | None = None
     """HOST:PORT for the nodes of an engine to meet. None for one node."""
 
@@ -308,17 +313,29 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "dist_init_addr": spec.rendezvous,
             **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
             **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
-            **(_fp8(spec) if spec.fp8 else {}),
+            **_overrides(spec),
             **(_adapters(spec.adapter) if spec.adapter else {}),
         },
     }
 
 
-def _fp8(spec: ServerSpec) -> dict[str, Any]:
-    """Returns the override that declares FP8 weights. The checkpoint itself is not in FP8, but its weights arrive in
-    FP8."""
-    overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
-    return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
+def model_config_of(architecture: Architecture) -> Mapping[str, Any]:
+    """Returns the keys of config.json that SGLang needs beside those of transformers."""
+    family = FAMILIES[architecture.family]
+    keys = dict(family.sglang.config) if family.sglang else {}
+    if FIRST_DENSE in keys:
+        keys[FIRST_DENSE] = architecture.sparse_layers.index(True)
+    if PARTIAL_ROTARY in keys:
+        keys[PARTIAL_ROTARY] = (architecture.rotary_dim or architecture.head_dim) / architecture.head_dim
+    if FULL_ATTENTION_INTERVAL in keys:
+        keys[FULL_ATTENTION_INTERVAL] = [kind.delta for kind in architecture.layer_kinds].index(False) + 1
+    return {family.nested: keys} if keys and family.nested else keys
+
+
+def _overrides(spec: ServerSpec) -> dict[str, Any]:
+    """Returns the override of config.json. For FP8 it declares FP8 weights, which the checkpoint itself has not."""
+    own = {**spec.model_config, **({"quantization_config": FP8_CHECKPOINT} if spec.fp8 else {})}
+    return {MODEL_OVERRIDES: json.dumps({**json.loads(spec.args.get(MODEL_OVERRIDES, "{}")), **own})} if own else {}
 
 
 def _adapters(adapter: AdapterSpec) -> dict[str, Any]:
@@ -384,6 +401,35 @@ def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
 def numbers_of(version: str) -> tuple[int, ...]:
     """Returns (0, 5, 23) for "0.5.23.post1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+# Low-rank adapters in a server: one set under one name, used by every request.
+#
+# SGLang loads them once, as zeros. Weight syncs then write them in place, as they write weights. So running responses
+# continue with new ones. A newly loaded set would apply only from the next request.
+
+ADAPTER = "rltrain"
+"""Name of the adapters in requests."""
+
+NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
+"""A pickled empty dict as a rank's tensors: an adapter of zeros."""
+
+
+def first_load(adapter: AdapterSpec, num_ranks: int) -> tuple[str, dict[str, Any]]:
+    """Returns the call that loads the adapters into a server with `num_ranks` ranks, after its start."""
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": [*adapter.targets],
+    }
+    body = {
+        "lora_name": ADAPTER,
+        "config_dict": config,
+        "serialized_named_tensors": [NO_TENSORS] * num_ranks,
+        "pinned": True,
+    }
+    return "/load_lora_adapter_from_tensors", body
 
 
 # The child process. It never outlives its rank.
