@@ -159,7 +159,8 @@ class _Questions:
         drawing = Drawing(Sample(0, PROMPT, seed=0), 1, name=f"doctor-{secrets.token_hex(4)}.")
         given = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, 1, ())
         try:
-            await server.draw(drawing, given, LIMIT_S)
+            server.drawings[drawing.sample.id] = drawing
+            await server.draw([drawing], given, LIMIT_S, lambda ended: None)
             if self.role != "rollout" or sampling.temperature in (0.0, 1.0) or server.protocol.name not in UNTEMPERED:
                 return []
             cold, hot = [await _top_logprob(server, temperature) for temperature in (COLD, HOT)]

@@ -174,6 +174,8 @@ class StandInServer:
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
         self.holds_batch_until = 0.0
+        self.num_busy_flushes = 0
+        """Number of flushes to refuse because of another one."""
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
@@ -293,6 +295,9 @@ class StandInServer:
 
     async def flush(self, timeout_s: float) -> Response:
         """Waits up to `timeout_s` for an idle scheduler, as SGLang does."""
+        if self.num_busy_flushes:
+            self.num_busy_flushes -= 1
+            return JSONResponse({"message": "Another flush_cache is already in progress."}, 400)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < self.holds_batch_until:
             if time.monotonic() > deadline:
