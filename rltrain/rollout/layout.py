@@ -10,6 +10,7 @@ import numpy as np
 
 from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors, tower_names
+from rltrain.models.registry import BY_NAMES_IN_SGLANG
 from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8_blocks import BoolArray, QuantizedLayouts, quantized
 from rltrain.reshard.layout import Layout, RankLayout, Segment, hf_layout, holding, parameter_types, split
@@ -54,6 +55,18 @@ def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float
     )
 
 
+def by_names(architecture: Architecture) -> bool:
+    """Returns whether SGLang's own loader puts the weights of a model in place, by the names of the checkpoint."""
+    return architecture.family in BY_NAMES_IN_SGLANG
+
+
+def whole_tensors_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
+    """Returns the layout of weights for SGLang's own loader: whole tensors of the checkpoint, each on one rank of every
+    engine. The server's ranks exchange them."""
+    layout = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype)
+    return replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
+
+
 @dataclass(frozen=True, eq=False)
 class EnginePart:
     """Some parameters of a role's engines. `quantized` [tensors] marks the tensors of `plain` held in FP8."""
@@ -95,6 +108,9 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
             plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     is_sglang = served.engine == "sglang"
+    if is_sglang and by_names(architecture):
+        plain = whole_tensors_layout(architecture, grid, dtype=config.model.dtype)
+        return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
 
 

@@ -349,6 +349,19 @@ def test_one_that_takes_no_weights_is_refused(rig: Rig, kind: str) -> None:
         rig.start()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"disaggregation_mode": "prefill"}, "only serves one phase"),
+        ({"hicache_storage_backend": "mooncake"}, r"its store of keys and values \(mooncake\) would keep"),
+    ],
+)
+def test_servers_whose_arguments_break_training_are_refused(rig: Rig, arguments: dict[str, str], said: str) -> None:
+    rig.server("sglang", arguments=arguments)
+    with pytest.raises(EngineError, match=said):
+        rig.start()
+
+
 class Deltas(Folders):
     """A stand-in for `DeltaWeights`."""
 

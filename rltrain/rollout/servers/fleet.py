@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone,
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
 from rltrain.rollout.servers.protocols import (
     MODELS,
+    NO_SUCH_ROUTE,
     OpenAIProtocol,
     Receiver,
     ServerDescription,
@@ -140,7 +141,8 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
     try:
         listed = (await calls.get(MODELS))["data"]
     except ServerRefuses as refused:
-        raise ServerRefuses(f"{refused}; set rollout.protocol to the protocol of the server", refused.status) from None
+        how = "; set rollout.protocol to the protocol of the server" if refused.status in NO_SUCH_ROUTE else ""
+        raise ServerRefuses(f"{refused}{how}", refused.status) from None
     return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
 
 
@@ -177,8 +179,9 @@ class FleetServer(DrawingServer):
         self.joining: asyncio.Task[None] | None = None
         self._weights, self._needs_weights = weights, needs_weights
         self._protocol: ServerProtocol | None = None
-        self._described = ServerDescription("")
-        self._takes_weights = True
+        self.described = ServerDescription("")
+        self.keeps_own: str | None = None
+        """The reason if the server cannot take the weights, or None."""
         self._upcoming: asyncio.Future[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
 
@@ -197,42 +200,38 @@ class FleetServer(DrawingServer):
         return not all(drawing.is_certain for drawing in self.drawings.values())
 
     async def introduce(self, protocol: str, max_context_tokens: int) -> None:
-        """Asks the server for its protocol, model and context length. Raises ServerRefuses if it cannot be used."""
-        try:
-            await self._introduce(protocol, max_context_tokens)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerRefuses(f"{self.url} answers in an unknown form: {words(error)}", 400) from error
+        """Asks the server for its protocol, model and limits. Raises ServerRefuses if it cannot be used."""
+        with in_known_form(self.url):
+            await self.ask(protocol)
+            lacks = await self.lacks(max_context_tokens)
+        if lacks:
+            raise ServerRefuses(f"{self.url} ({self.protocol.name}) {'; it '.join(lacks)}", 400)
+        if self.keeps_own is not None:
+            logger.warning("%s keeps the weights that it was started with: %s", self.url, self.keeps_own)
 
-    async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
+    async def ask(self, protocol: str) -> None:
+        """Asks the server for its protocol, model and limits."""
         self._protocol = await protocol_of(self.calls, protocol)
-        self._described = await self._protocol.describe(self.calls)
-        if self._needs_images and not self._protocol.takes_images:
-            raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no images with token ids; expected a server of SGLang, or "
-                "no model.vision",
-                400,
-            )
-        context = self._described.max_context_tokens
+        self.described = await self._protocol.describe(self.calls)
+
+    async def lacks(self, max_context_tokens: int) -> list[str]:
+        """Returns what the server lacks for the job: sentences about it without a subject. Requires `ask` before."""
+        found = []
+        if self._needs_images and not self.protocol.takes_images:
+            found.append("takes no images with token ids; expected a server of SGLang, or no model.vision")
+        context = self.described.max_context_tokens
         if context is not None and context < max_context_tokens:
-            raise ServerRefuses(
-                f"{self.url} has a context of {context} tokens; expected rollout.max_context_tokens = "
-                f"{max_context_tokens} or more. Start the server with it, or lower that key",
-                400,
+            found.append(
+                f"has a context of {context} tokens; expected rollout.max_context_tokens = {max_context_tokens} or "
+                "more. Start the server with it, or lower that key"
             )
-        if self._trained_sampling and (
-            why := await self._protocol.without_logprobs(self.calls, self._trained_sampling)
-        ):
-            raise ServerRefuses(f"{self.url} ({self._protocol.name}) returns log-probs that do not fit: {why}", 400)
-        why = await self._refuses_weights()
-        self._takes_weights = why is None
+        if self._trained_sampling and (why := await self.protocol.without_logprobs(self.calls, self._trained_sampling)):
+            found.append(f"returns log-probs that do not fit: {why}")
+        why = self.keeps_own = await self._refuses_weights()
         if why is not None and self._needs_weights:
-            raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no weights by way of a {_named(self._weights.way)}, "
-                f"and would silently keep old ones: {why}",
-                400,
-            )
-        if why is not None:
-            logger.warning("%s keeps the weights that it was started with: %s", self.url, why)
+            way = _named(self._weights.way)
+            found.append(f"takes no weights by way of a {way}, and would silently keep old ones: {why}")
+        return found
 
     async def _refuses_weights(self) -> str | None:
         if self._weights.way not in self.protocol.ways:
@@ -257,10 +256,10 @@ class FleetServer(DrawingServer):
     @property
     def expected(self) -> str | None:
         """The label of the weights required of the server, or None if it keeps its own."""
-        return self._weights.label if self._takes_weights else None
+        return self._weights.label if self.keeps_own is None else None
 
     def request(self, drawings: Sequence[Drawing], sampling: SamplingParams) -> tuple[str, Mapping[str, Any]]:
-        return self.protocol.request(drawings[0], sampling, self._described)
+        return self.protocol.request(drawings[0], sampling, self.described)
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> None:
         """Adds the tokens of an event. Tokens of other weights never become certain."""
@@ -309,6 +308,15 @@ class FleetServer(DrawingServer):
 
     async def close(self) -> None:
         await self.calls.close()
+
+
+@contextmanager
+def in_known_form(url: str) -> Iterator[None]:
+    """Raises ServerRefuses in place of errors of code that reads answers of the server at `url`."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServerRefuses(f"{url} answers in an unknown form: {words(error)}", 400) from error
 
 
 def _named(way: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rltrain.config.rollout import Http
+from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.offload.memory_parts import RemotePart
 from rltrain.rollout.engine import (
@@ -223,13 +224,23 @@ def token_of(http: Http, key: str) -> str | None:
     return token
 
 
+def way_of(config: Config, role: str, *, weights_change: bool) -> type[Weights]:
+    """Returns the way in which the servers of a role get weights."""
+    if not weights_change:
+        return CheckpointWeights
+    if config.served(role).http.weights == "group":
+        return GroupWeights
+    return DeltaWeights if config.weight_sync.delta is not None and role == "rollout" else DiskWeights
+
+
 def _weights(site: EngineSite) -> Weights:
     http, config, key = site.settings.http, site.config, f"{site.role}.http.weights_dir"
-    if not site.weights_change:
+    way = way_of(config, site.role, weights_change=site.weights_change)
+    if way is CheckpointWeights:
         return CheckpointWeights(http.update_timeout_s)
     whole = whole_engine(config, site.architecture, site.grid, site.role).plain
     parts = [part.plain for part in engine_parts(config, site.architecture, site.grid, site.role)]
-    if http.weights == "group":
+    if way is GroupWeights:
         return GroupWeights(
             parts,
             site.world.rank,
@@ -250,7 +261,7 @@ def _weights(site: EngineSite) -> Weights:
         config_key=key if http.weights_dir else "output_dir",
         update_timeout_s=http.update_timeout_s,
     )
-    delta = config.weight_sync.delta if site.role == "rollout" else None
+    delta = config.weight_sync.delta if way is DeltaWeights else None
     return folder if delta is None else DeltaWeights(folder, delta)
 
 

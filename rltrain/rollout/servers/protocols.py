@@ -206,6 +206,12 @@ class SGLangProtocol:
 
     async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
+        if (mode := info.get("disaggregation_mode")) not in (None, "null"):
+            raise ServerRefuses(
+                f"{calls.url} only serves one phase (disaggregation_mode {mode}); expected a server of both, without "
+                "--disaggregation-mode",
+                400,
+            )
         model = await calls.get("/model_info")
         context = info.get("context_length") or info.get("max_req_input_len")
         num_ranks = info.get("tp_size") if info.get("pp_size") == info.get("dp_size") == 1 else None
@@ -244,6 +250,11 @@ class SGLangProtocol:
         return None if found is None else str(found)
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        if (store := (await calls.get("/server_info")).get("hicache_storage_backend")) is not None:
+            return (
+                f"its store of keys and values ({store}) would keep those of old weights; start it without "
+                "--hicache-storage-backend"
+            )
         if way == "folder":
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:

@@ -14,6 +14,7 @@ from rltrain.config.schema import SGLang
 from rltrain.errors import ConfigError, EngineError, EngineLost, SyncError
 from rltrain.models import canonical_tensors
 from rltrain.models.lora import target_of
+from rltrain.models.registry import FAMILIES
 from rltrain.offload.host_memory import NodeCopy
 from rltrain.offload.memory_parts import MemoryPart, RemotePart
 from rltrain.rollout.engine import (
@@ -22,15 +23,23 @@ from rltrain.rollout.engine import (
     Tokenizer,
     expect_idle,
 )
-from rltrain.rollout.layout import engine_parts
+from rltrain.rollout.layout import by_names, engine_parts
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.protocols import FLUSH, FLUSH_S, flushed
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 from rltrain.rollout.servers.server_images import ServerImages
-from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
+from rltrain.rollout.servers.sglang_process import (
+    ADAPTER,
+    AdapterSpec,
+    Server,
+    ServerSpec,
+    check_arguments,
+    first_load,
+    model_config_of,
+)
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, OwnRequests, ServerRouting
-from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
+from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -390,6 +399,7 @@ def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client 
         call=client.call if client else None,
         shared=shared,
         role=site.role,
+        names=NamedWeights.of(site.architecture) if by_names(site.architecture) else None,
     )
 
 
@@ -450,6 +460,12 @@ def _check_device(site: EngineSite) -> None:
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
             f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
         )
+    in_sglang = FAMILIES[site.architecture.family].sglang
+    if in_sglang and in_sglang.needs_gpu:
+        raise ConfigError(
+            f"{site.role}.engine: got sglang without a GPU; expected embedded, because SGLang computes a model of "
+            f"{site.architecture.family} only on GPUs"
+        )
     if site.settings.dtype == "fp8":
         raise ConfigError(
             f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, because SGLang "
@@ -483,6 +499,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
+        model_config=model_config_of(site.architecture),
     )
 
 
