@@ -45,7 +45,7 @@ from rltrain.import_config.translation import (
 )
 
 # Flags of slime without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
-# `_conditions` are checked for each run.
+# `conditions` are checked for each run.
 
 HARMLESS = by_pattern("""
 shape of the model, read from config.json: use-rotary-position-embeddings no-position-embedding
@@ -169,10 +169,10 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         out, rows, keys.get("num-rollout"), keys.get("num-epoch"), ("--num-rollout", "--num-epoch"), name="num-rollout"
     )
     _warmup(keys, out)
-    sort_out(keys, out, KeyRules(HARMLESS, "slime", _conditions(keys)))
+    sort_out(keys, out, KeyRules(HARMLESS, "slime", conditions(keys)))
 
 
-def _conditions(keys: SourceKeys) -> dict[str, Condition]:
+def conditions(keys: SourceKeys) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's flags."""
     updates = keys.get("num-steps-per-rollout")
     stages, colocate = keys.get("pipeline-model-parallel-size", 1), keys.truth("colocate", False)

@@ -4,6 +4,7 @@ from typing import Any
 
 from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
 from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out, sort_out_override
+from rltrain.import_config.shared_rules import NAMES as FSDP_NAMES
 from rltrain.import_config.shared_rules import (
     choose_engine,
     set_fully_sharded,
@@ -54,7 +55,7 @@ from rltrain.import_config.verl_learning import (
 )
 
 # Keys of verl without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
-# `_conditions` are checked for each run.
+# `conditions` are checked for each run.
 
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
@@ -72,7 +73,7 @@ detected automatically: trainer.device
 no critic: critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep algorithm.lam
 steps are given: trainer.total_training_steps trainer.total_epochs rollout.total_epochs
 no evaluation: trainer.test_freq rollout.test_freq data.val_max_samples
-the trainer has no such mode: trainer.v1.*
+the trainer is synchronous: trainer.v1.*
 checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_actor_ckpt_to_keep
     trainer.max_critic_ckpt_to_keep actor_rollout_ref.*.checkpoint.* critic.checkpoint.*
     trainer.default_local_dir
@@ -210,8 +211,7 @@ the run ends by its epochs: rollout.total_rollout_steps
 the steps of a fully asynchronous run: trainer.total_training_steps
 the teacher replaces the loss: actor_rollout_ref.actor.{entropy_coeff,use_kl_loss,kl_loss_coef,kl_loss_type}
 no teacher: distillation.*
-settings of VeOmni: actor_rollout_ref.actor.veomni.*
-settings of torchtitan: actor_rollout_ref.actor.torchtitan.*
+FSDP or Megatron trains: actor_rollout_ref.actor.veomni.* actor_rollout_ref.actor.torchtitan.*
 its keys are read: --config-name --config-path
 the version of verl: --source-version
 settings of Hydra: hydra.*
@@ -280,11 +280,14 @@ settings of Hydra: hydra.*
 """)
 
 
-def _conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
+def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     modes = keys.get("trainer.resume_mode", "auto"), keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False)
+    strategy, mode = keys.text(A + "strategy", "fsdp"), keys.get("trainer.v1.trainer_mode", "sync")
     return {
         "Megatron trains": lambda _: megatron,
+        "FSDP or Megatron trains": lambda _: strategy in (*FSDP_NAMES, "megatron"),
+        "the trainer is synchronous": lambda _: mode == "sync",
         "FSDP trains": lambda _: not megatron,
         "resuming does not name a path": lambda _: modes[0] != "resume_path",
         "single-turn generation": lambda _: not modes[1],
@@ -340,7 +343,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
     set_vision(out, keys.get(IMAGES), IMAGES)
     megatron = "megatron" in keys.text("engine", keys.get("engine.strategy", "fsdp"))
-    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", _conditions(keys, megatron)))
+    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", conditions(keys, megatron)))
 
 
 def _backend(keys: SourceKeys, out: Translation) -> None:
@@ -422,7 +425,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_critic(keys, out)
     set_teacher(keys, out)
     _vision(keys, out)
-    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", _conditions(keys, is_megatron(keys))))
+    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", conditions(keys, is_megatron(keys))))
 
 
 PROGRAMS = (
