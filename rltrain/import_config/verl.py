@@ -79,6 +79,7 @@ checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_loa
     trainer.default_local_dir
 resuming does not name a path: trainer.resume_from_path
 not asynchronous: async_training.*
+old log-probs are recomputed: async_training.use_rollout_log_probs
 queues of the trainer: async_training.{use_trainer_do_validate,checkpoint_engine.enable}
     async_training.checkpoint_engine.{device_buffer_size_M,overlap_broadcast_and_consume} async_training.require_batches
 rows are read unchanged: data.return_raw_chat data.return_raw_input_ids data.return_full_prompt
@@ -287,6 +288,7 @@ def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
     return {
         "Megatron trains": lambda _: megatron,
         "FSDP or Megatron trains": lambda _: strategy in (*FSDP_NAMES, "megatron"),
+        "old log-probs are recomputed": lambda out: out.get("loss.old_logprobs") != "rollout",
         "the trainer is synchronous": lambda _: mode == "sync",
         "FSDP trains": lambda _: not megatron,
         "resuming does not name a path": lambda _: modes[0] != "resume_path",
@@ -513,17 +515,25 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     engines = count(own_nodes) * count(own_per_node)
     out.place(["rollout", "reward"], ranks(trained, engines), "rollout.nnodes x rollout.n_gpus_per_node, after them")
     out.world_size = trained + engines
-    every = count(
-        keys.first("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step", default=1)[1]
-    )
+    _schedule(keys, out, module, "fully_async" in module)
+
+
+def _schedule(keys: SourceKeys, out: Translation, module: str, fully: bool) -> None:
+    """Sets the schedule of asynchronous trainers. `fully` says that it is the fully asynchronous one, with defaults of
+    its own."""
+    steps = ("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step")
+    every = count(keys.first(*steps, default=4 if fully else 1)[1])
     out.set("schedule.mode", "asynchronous", module or "trainer.v1.trainer_mode")
-    stale = keys.real("async_training.staleness_threshold", 0)
+    stale = keys.real("async_training.staleness_threshold", 0.1 if fully else 0)
     off_policy = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     most = every + round(stale * every) if off_policy is None else count(off_policy)
     out.set("schedule.max_staleness", max(most, every), "staleness threshold, in steps")
     out.set("schedule.sync_every", every, "parameter sync step")
-    if keys.truth("async_training.partial_rollout", False):
+    if keys.truth("async_training.partial_rollout", fully):
         out.set("schedule.partial_rollouts", True, "async_training.partial_rollout")
+    taken = keys.truth("async_training.use_rollout_log_probs", fully)
+    if taken and not keys.truth("async_training.compute_prox_log_prob", False):
+        out.set("loss.old_logprobs", "rollout", "async_training.use_rollout_log_probs, default of the trainer")
 
 
 SEPARATE = "trainer.v1.separate_async."
