@@ -102,6 +102,15 @@ no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.cri
 no discounts: trainer.algorithm.gamma
 speed or memory only: trainer.critic.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
     trainer.critic.sequence_parallel_size trainer.critic.optimizer_config.offload_after_step
+a reference is never trained: trainer.ref.megatron_config.optimizer_config_kwargs.{optimizer_cpu_offload}
+    trainer.ref.megatron_config.optimizer_config_kwargs.{optimizer_offload_fraction,overlap_cpu_optimizer_d2h_h2d}
+    trainer.ref.megatron_config.optimizer_config_kwargs.use_precision_aware_optimizer
+    trainer.ref.megatron_config.ddp_config.{average_in_collective,grad_reduce_in_fp32,overlap_param_gather}
+    trainer.ref.megatron_config.{freeze_moe_router,moe_aux_loss_coeff,moe_router_load_balancing_type,mtp_loss_weight}
+    trainer.ref.megatron_config.{mtp_loss_chunk_size,mtp_loss_topk,mtp_num_layers,moe_per_layer_logging}
+    trainer.ref.megatron_config.transformer_config_kwargs.{gradient_accumulation_fusion,recompute_modules}
+checkpoint files only: trainer.ref.megatron_config.{async_dist_ckpt_strategy,async_save_prestage_to_cpu}
+    trainer.ref.megatron_config.hf_export_config.{distributed_save,save_every_n_ranks}
 no reference: trainer.ref.* trainer.placement.ref_num_nodes trainer.placement.ref_num_gpus_per_node
 speed or memory only: trainer.ref.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
     trainer.ref.sequence_parallel_size trainer.ref.megatron_config.{tensor_model_parallel_size,moe_grouped_gemm}

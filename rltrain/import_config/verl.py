@@ -101,6 +101,8 @@ no images: data.image_key data.video_key actor_rollout_ref.actor.freeze_vision_t
 longer prompts than data.max_prompt_length are left out: data.truncation
 all rows are evaluated: data.validation_shuffle
 choice of the trainer: model_engine -m actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+no sandbox: reward_model.sandbox_fusion.{max_concurrent,memory_limit_mb}
+no generation is skipped: actor_rollout_ref.rollout.skip_dump_dir
 no reward model: reward_model.{n_gpus_per_node,nnodes,enable_resource_pool,strategy,model.*,rollout.*,megatron.*}
     reward_model.{micro_batch_size,micro_batch_size_per_gpu,forward_max_token_len_per_gpu,use_dynamic_bsz}
     reward_model.{ulysses_sequence_parallel_size,max_length,nccl_timeout,load_weight,use_reward_loop}
@@ -284,11 +286,14 @@ settings of Hydra: hydra.*
 def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     modes = keys.get("trainer.resume_mode", "auto"), keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False)
+    skips = keys.truth(R + "skip_rollout", False)
     strategy, mode = keys.text(A + "strategy", "fsdp"), keys.get("trainer.v1.trainer_mode", "sync")
     return {
         "Megatron trains": lambda _: megatron,
         "FSDP or Megatron trains": lambda _: strategy in (*FSDP_NAMES, "megatron"),
         "old log-probs are recomputed": lambda out: out.get("loss.old_logprobs") != "rollout",
+        "no sandbox": lambda _: keys.get("reward_model.sandbox_fusion.url") in NOTHING,
+        "no generation is skipped": lambda _: not skips,
         "the trainer is synchronous": lambda _: mode == "sync",
         "FSDP trains": lambda _: not megatron,
         "resuming does not name a path": lambda _: modes[0] != "resume_path",
@@ -573,6 +578,17 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         out.set("actor.offload", True, ", ".join(name.rsplit(".", 1)[-1] for name in given))
 
 
+def _lengths(keys: SourceKeys, out: Translation) -> None:
+    """Compares the lengths of engines with those of the data."""
+    lengths = {"prompt_length": "data.max_prompt_tokens", "response_length": "rollout.sampling.max_response_tokens"}
+    for name, here in lengths.items():
+        given = keys.get(R + name)
+        if given not in NOTHING and count(given) == out.get(here):
+            out.leave(R + name, given, f"{here} has the same value")
+        elif given not in NOTHING:
+            out.differs(R + name, given, f"{here} is {out.get(here)}; expected one length")
+
+
 def _data(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
     overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
@@ -583,6 +599,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    _lengths(keys, out)
     variables = keys.under("data.apply_chat_template_kwargs.")
     if variables:
         out.set("data.chat_template_args", variables, "data.apply_chat_template_kwargs")

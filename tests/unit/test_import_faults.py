@@ -64,6 +64,7 @@ REFUSED = [
     ("verl", A + "optim.override_optimizer_config.eps=1e-5", "override_optimizer_config.eps"),
     ("verl", R + "agent.default_agent_loop=tool_agent", "default_agent_loop"),
     ("verl", "trainer.val_only=True", "trainer.val_only"),
+    ("verl", R + "response_length=100", "response_length: 100: rollout.sampling.max_response_tokens is 512"),
     ("verl", R + "max_model_len=100", "below the longest prompt and response, 1024 tokens"),
     ("verl", "algorithm.adv_estimator=gae critic.ppo_epochs=3", "critic.ppo_epochs"),
     ("verl", "reward_model.sandbox_fusion.url=http://box", "sandbox_fusion.url"),
