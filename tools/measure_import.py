@@ -183,7 +183,8 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
 def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
     """Imports the script and describes the job. Raises UserError if a step refuses it."""
     rows, source = RowCounts(rows=arguments.rows), [script, *arguments.arguments]
-    with patch.object(translation, "model_config", lambda name: shape_of(str(name)) or {}):
+    of_folder = translation.model_config
+    with patch.object(translation, "model_config", lambda name: of_folder(name) or shape_of(str(name)) or {}):
         found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
         settings = stand_ins(found, folder)
         found = imported(

@@ -86,9 +86,10 @@ speed or memory only: trainer.{eval_batch_size,micro_train_batch_size_per_gpu,mi
     generator.inference_engine.{enable_chunked_prefill,enable_pd,num_prefill,distributed_executor_backend}
     generator.inference_engine.{enforce_eager,use_expandable_segments,offload_kv_for_weight_sync}
     generator.inference_engine.{vllm_v1_disable_multiproc,weight_transfer_threshold_cuda_ipc_GB,router_init_kwargs.*}
+    generator.inference_engine.engine_init_kwargs.{compilation_config.cudagraph_mode,compilation_config.mode}
     generator.inference_engine.{fully_sharded_loras,override_existing_update_group}
     generator.inference_engine.engine_init_kwargs.{kv_transfer_config.*,kv_cache_dtype_skip_layers,kv_cache_memory_bytes}
-    generator.inference_engine.engine_init_kwargs.{gdn_prefill_backend,kernel_config.*,compilation_config*}
+    generator.inference_engine.engine_init_kwargs.{gdn_prefill_backend,kernel_config.*,compilation_config}
     generator.inference_engine.engine_init_kwargs.{disable_custom_all_reduce,disable_mm_preprocessor_cache}
     generator.inference_engine.engine_init_kwargs.{enable_expert_parallel,attention_backend,disable_hybrid_kv_cache_manager}
     generator.{vllm_v1_disable_multiproc,override_existing_update_group} data.dataloader.num_workers
@@ -101,6 +102,15 @@ no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.cri
 no discounts: trainer.algorithm.gamma
 speed or memory only: trainer.critic.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
     trainer.critic.sequence_parallel_size trainer.critic.optimizer_config.offload_after_step
+a reference is never trained: trainer.ref.megatron_config.optimizer_config_kwargs.{optimizer_cpu_offload}
+    trainer.ref.megatron_config.optimizer_config_kwargs.{optimizer_offload_fraction,overlap_cpu_optimizer_d2h_h2d}
+    trainer.ref.megatron_config.optimizer_config_kwargs.use_precision_aware_optimizer
+    trainer.ref.megatron_config.ddp_config.{average_in_collective,grad_reduce_in_fp32,overlap_param_gather}
+    trainer.ref.megatron_config.{freeze_moe_router,moe_aux_loss_coeff,moe_router_load_balancing_type,mtp_loss_weight}
+    trainer.ref.megatron_config.{mtp_loss_chunk_size,mtp_loss_topk,mtp_num_layers,moe_per_layer_logging}
+    trainer.ref.megatron_config.transformer_config_kwargs.{gradient_accumulation_fusion,recompute_modules}
+checkpoint files only: trainer.ref.megatron_config.{async_dist_ckpt_strategy,async_save_prestage_to_cpu}
+    trainer.ref.megatron_config.hf_export_config.{distributed_save,save_every_n_ranks}
 no reference: trainer.ref.* trainer.placement.ref_num_nodes trainer.placement.ref_num_gpus_per_node
 speed or memory only: trainer.ref.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
     trainer.ref.sequence_parallel_size trainer.ref.megatron_config.{tensor_model_parallel_size,moe_grouped_gemm}
@@ -156,7 +166,8 @@ not the loss clip_cov: trainer.algorithm.clip_cov.*
 not the loss dppo: trainer.algorithm.dppo.*
 not the loss sapo: trainer.algorithm.sapo.*
 no correction of weights: trainer.algorithm.tis_imp_ratio_cap trainer.algorithm.off_policy_correction.*
-settings of other corrections: trainer.algorithm.off_policy_correction.*
+settings of other corrections: trainer.algorithm.off_policy_correction.{geo_mask_high,geo_mask_low,product_mask_high}
+    trainer.algorithm.off_policy_correction.{product_mask_low,sequence_tis_ratio_clip_high,token_tis_ratio_clip_high}
 only for several turns: generator.max_input_length
 ids are kept and never encoded again: generator.use_conversation_multi_turn
 ids are those of the engine: generator.append_eos_token_after_stop_str_in_multi_turn
@@ -224,7 +235,7 @@ settings of Hydra: --*
 INT4_BASE = T + "policy.model.fake_int4_qat.bf16_base_path"
 
 
-def _conditions(keys: SourceKeys) -> dict[str, Condition]:
+def conditions(keys: SourceKeys) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     module = keys.text("-m", "")
     key, default = ("strategy", "megatron") if "sft" in module else (T + "strategy", "fsdp")
@@ -269,7 +280,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     epochs = None if keys.get("num_steps") not in NOTHING else keys.get("num_epochs", 1)
     set_steps(out, rows, steps, epochs, ("num_steps, max_training_steps", "num_epochs"))
     set_vision(out)
-    sort_out(keys, out, KeyRules(SFT_HARMLESS, "skyrl_sft", _conditions(keys)))
+    sort_out(keys, out, KeyRules(SFT_HARMLESS, "skyrl_sft", conditions(keys)))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -439,7 +450,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = (T + "max_training_steps", T + "epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
     set_vision(out, key=SEES, sees=keys.truth(SEES, False))
-    sort_out(keys, out, KeyRules(HARMLESS, "skyrl", _conditions(keys)))
+    sort_out(keys, out, KeyRules(HARMLESS, "skyrl", conditions(keys)))
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:

@@ -45,7 +45,7 @@ from rltrain.import_config.translation import (
 )
 
 # Flags of slime without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
-# `_conditions` are checked for each run.
+# `conditions` are checked for each run.
 
 HARMLESS = by_pattern("""
 shape of the model, read from config.json: use-rotary-position-embeddings no-position-embedding
@@ -65,7 +65,10 @@ speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d us
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend attn-implementation
     moe-grouped-gemm moe-permute-fusion moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type
     moe-enable-deepep no-gradient-accumulation-fusion update-weight-buffer-size update-weight-transport
-    update-weight-disk-dir data-pad-size-multiplier no-offload-train no-offload-rollout offload offload-train
+    update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
+    update-weight-delta-checksum update-weight-delta-encoding cpu-offloading-num-layers offload-modules
+    distributed-timeout-seconds-after-init data-pad-size-multiplier no-offload-train no-offload-rollout offload
+    offload-train
     offload-rollout use-distributed-optimizer recompute-granularity recompute-method recompute-num-layers
     recompute-modules recompute-loss-function micro-batch-size ref-micro-batch-size max-tokens-per-gpu
     log-probs-max-tokens-per-gpu use-dynamic-batch-size log-probs-chunk-size bf16 transformer-impl
@@ -89,7 +92,8 @@ the weights of prediction layers are not trained: mtp-num-layers mtp-loss-scalin
 logs only: wandb-* use-wandb disable-wandb* use-tensorboard tensorboard-* tb-* dump-details log-passrate log-multi-turn
     save-debug-rollout-data save-debug-train-data log-interval profile-* use-pytorch-profiler record-memory-history
     memory-snapshot-*
-checkpoint files only: load ref-load save-hf ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load
+checkpoint files only: ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
+    load ref-load save-hf ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load
     ckpt-assume-constant-structure ckpt-step async-save no-load-optim no-load-rng no-save-optim no-save-rng finetune
     auto-detect-ckpt-format dist-ckpt-strictness
 the program is known: program
@@ -169,10 +173,10 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         out, rows, keys.get("num-rollout"), keys.get("num-epoch"), ("--num-rollout", "--num-epoch"), name="num-rollout"
     )
     _warmup(keys, out)
-    sort_out(keys, out, KeyRules(HARMLESS, "slime", _conditions(keys)))
+    sort_out(keys, out, KeyRules(HARMLESS, "slime", conditions(keys)))
 
 
-def _conditions(keys: SourceKeys) -> dict[str, Condition]:
+def conditions(keys: SourceKeys) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's flags."""
     updates = keys.get("num-steps-per-rollout")
     stages, colocate = keys.get("pipeline-model-parallel-size", 1), keys.truth("colocate", False)

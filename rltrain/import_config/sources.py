@@ -355,7 +355,7 @@ def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
     """Returns the name in FRAMEWORKS of the framework of a file or a command. Raises ConfigError without marks of
     exactly one framework."""
     path = Path(given[0])
-    if path.suffix in (".yaml", ".yml"):
+    if _is_config(path):
         commands: list[Sequence[str]] = [[*read_config(path, environment, given[1:])[0]]]
     else:
         commands = [one.arguments for one in _script(given, environment)[1].started]
@@ -370,10 +370,15 @@ def framework_of(given: Sequence[str], environment: Mapping[str, str]) -> str:
     raise ConfigError(f"{_name(given)}: the trainer is not clear, as {reason}; expected one of {choices}")
 
 
+def _is_config(path: Path) -> bool:
+    """Returns whether a source is a YAML file, and not a command that ends with one."""
+    return path.suffix in (".yaml", ".yml") and len(str(path).split()) == 1
+
+
 def read(framework: Framework, given: Sequence[str], environment: Mapping[str, str]) -> ReadSource:
     """Returns the keys of a file or a command. Raises ConfigError if it has no keys of the framework."""
     path = Path(given[0])
-    if path.suffix in (".yaml", ".yml"):
+    if _is_config(path):
         values, missing = read_config(path, environment, given[1:])
         return ReadSource(values, str(path), [f"not found and left out: {one}" for one in missing], path.parent)
     name, script = _script(given, environment)

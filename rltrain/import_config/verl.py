@@ -4,6 +4,7 @@ from typing import Any
 
 from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
 from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out, sort_out_override
+from rltrain.import_config.shared_rules import NAMES as FSDP_NAMES
 from rltrain.import_config.shared_rules import (
     choose_engine,
     set_fully_sharded,
@@ -54,7 +55,7 @@ from rltrain.import_config.verl_learning import (
 )
 
 # Keys of verl without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
-# `_conditions` are checked for each run.
+# `conditions` are checked for each run.
 
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
@@ -72,12 +73,13 @@ detected automatically: trainer.device
 no critic: critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep algorithm.lam
 steps are given: trainer.total_training_steps trainer.total_epochs rollout.total_epochs
 no evaluation: trainer.test_freq rollout.test_freq data.val_max_samples
-the trainer has no such mode: trainer.v1.*
+the trainer is synchronous: trainer.v1.*
 checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_actor_ckpt_to_keep
     trainer.max_critic_ckpt_to_keep actor_rollout_ref.*.checkpoint.* critic.checkpoint.*
     trainer.default_local_dir
 resuming does not name a path: trainer.resume_from_path
 not asynchronous: async_training.*
+old log-probs are recomputed: async_training.use_rollout_log_probs
 queues of the trainer: async_training.{use_trainer_do_validate,checkpoint_engine.enable}
     async_training.checkpoint_engine.{device_buffer_size_M,overlap_broadcast_and_consume} async_training.require_batches
 rows are read unchanged: data.return_raw_chat data.return_raw_input_ids data.return_full_prompt
@@ -99,6 +101,8 @@ no images: data.image_key data.video_key actor_rollout_ref.actor.freeze_vision_t
 longer prompts than data.max_prompt_length are left out: data.truncation
 all rows are evaluated: data.validation_shuffle
 choice of the trainer: model_engine -m actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+no sandbox: reward_model.sandbox_fusion.{max_concurrent,memory_limit_mb}
+no generation is skipped: actor_rollout_ref.rollout.skip_dump_dir
 no reward model: reward_model.{n_gpus_per_node,nnodes,enable_resource_pool,strategy,model.*,rollout.*,megatron.*}
     reward_model.{micro_batch_size,micro_batch_size_per_gpu,forward_max_token_len_per_gpu,use_dynamic_bsz}
     reward_model.{ulysses_sequence_parallel_size,max_length,nccl_timeout,load_weight,use_reward_loop}
@@ -210,8 +214,7 @@ the run ends by its epochs: rollout.total_rollout_steps
 the steps of a fully asynchronous run: trainer.total_training_steps
 the teacher replaces the loss: actor_rollout_ref.actor.{entropy_coeff,use_kl_loss,kl_loss_coef,kl_loss_type}
 no teacher: distillation.*
-settings of VeOmni: actor_rollout_ref.actor.veomni.*
-settings of torchtitan: actor_rollout_ref.actor.torchtitan.*
+FSDP or Megatron trains: actor_rollout_ref.actor.veomni.* actor_rollout_ref.actor.torchtitan.*
 its keys are read: --config-name --config-path
 the version of verl: --source-version
 settings of Hydra: hydra.*
@@ -280,11 +283,18 @@ settings of Hydra: hydra.*
 """)
 
 
-def _conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
+def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     modes = keys.get("trainer.resume_mode", "auto"), keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False)
+    skips = keys.truth(R + "skip_rollout", False)
+    strategy, mode = keys.text(A + "strategy", "fsdp"), keys.get("trainer.v1.trainer_mode", "sync")
     return {
         "Megatron trains": lambda _: megatron,
+        "FSDP or Megatron trains": lambda _: strategy in (*FSDP_NAMES, "megatron"),
+        "old log-probs are recomputed": lambda out: out.get("loss.old_logprobs") != "rollout",
+        "no sandbox": lambda _: keys.get("reward_model.sandbox_fusion.url") in NOTHING,
+        "no generation is skipped": lambda _: not skips,
+        "the trainer is synchronous": lambda _: mode == "sync",
         "FSDP trains": lambda _: not megatron,
         "resuming does not name a path": lambda _: modes[0] != "resume_path",
         "single-turn generation": lambda _: not modes[1],
@@ -340,7 +350,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
     set_vision(out, keys.get(IMAGES), IMAGES)
     megatron = "megatron" in keys.text("engine", keys.get("engine.strategy", "fsdp"))
-    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", _conditions(keys, megatron)))
+    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", conditions(keys, megatron)))
 
 
 def _backend(keys: SourceKeys, out: Translation) -> None:
@@ -422,7 +432,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_critic(keys, out)
     set_teacher(keys, out)
     _vision(keys, out)
-    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", _conditions(keys, is_megatron(keys))))
+    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", conditions(keys, is_megatron(keys))))
 
 
 PROGRAMS = (
@@ -510,17 +520,25 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     engines = count(own_nodes) * count(own_per_node)
     out.place(["rollout", "reward"], ranks(trained, engines), "rollout.nnodes x rollout.n_gpus_per_node, after them")
     out.world_size = trained + engines
-    every = count(
-        keys.first("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step", default=1)[1]
-    )
+    _schedule(keys, out, module, "fully_async" in module)
+
+
+def _schedule(keys: SourceKeys, out: Translation, module: str, fully: bool) -> None:
+    """Sets the schedule of asynchronous trainers. `fully` says that it is the fully asynchronous one, with defaults of
+    its own."""
+    steps = ("async_training.trigger_parameter_sync_step", SEPARATE + "parameter_sync_step")
+    every = count(keys.first(*steps, default=4 if fully else 1)[1])
     out.set("schedule.mode", "asynchronous", module or "trainer.v1.trainer_mode")
-    stale = keys.real("async_training.staleness_threshold", 0)
+    stale = keys.real("async_training.staleness_threshold", 0.1 if fully else 0)
     off_policy = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     most = every + round(stale * every) if off_policy is None else count(off_policy)
     out.set("schedule.max_staleness", max(most, every), "staleness threshold, in steps")
     out.set("schedule.sync_every", every, "parameter sync step")
-    if keys.truth("async_training.partial_rollout", False):
+    if keys.truth("async_training.partial_rollout", fully):
         out.set("schedule.partial_rollouts", True, "async_training.partial_rollout")
+    taken = keys.truth("async_training.use_rollout_log_probs", fully)
+    if taken and not keys.truth("async_training.compute_prox_log_prob", False):
+        out.set("loss.old_logprobs", "rollout", "async_training.use_rollout_log_probs, default of the trainer")
 
 
 SEPARATE = "trainer.v1.separate_async."
@@ -560,6 +578,17 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         out.set("actor.offload", True, ", ".join(name.rsplit(".", 1)[-1] for name in given))
 
 
+def _lengths(keys: SourceKeys, out: Translation) -> None:
+    """Compares the lengths of engines with those of the data."""
+    lengths = {"prompt_length": "data.max_prompt_tokens", "response_length": "rollout.sampling.max_response_tokens"}
+    for name, here in lengths.items():
+        given = keys.get(R + name)
+        if given not in NOTHING and count(given) == out.get(here):
+            out.leave(R + name, given, f"{here} has the same value")
+        elif given not in NOTHING:
+            out.differs(R + name, given, f"{here} is {out.get(here)}; expected one length")
+
+
 def _data(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
     overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
@@ -570,6 +599,7 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    _lengths(keys, out)
     variables = keys.under("data.apply_chat_template_kwargs.")
     if variables:
         out.set("data.chat_template_args", variables, "data.apply_chat_template_kwargs")

@@ -347,6 +347,14 @@ def test_marked_answers(text: str, answer: str | None) -> None:
     assert marked_answer(text) == answer
 
 
+def test_an_answer_may_have_to_follow_a_mark() -> None:
+    marks = ["</think>", "###Response"]
+    assert math("", r"\boxed{1} </think> \boxed{2}", "2", after=marks) == 1.0
+    assert math("", r"\boxed{2} </think> none", "2", after=marks, last_number=False) == 0.0
+    assert math("", r"###Response \boxed{2}", "2", after=marks) == 1.0
+    assert math("", r"\boxed{2}", "2", after=marks) == 0.0
+
+
 def test_the_last_number_counts_only_if_allowed() -> None:
     assert math("", "The answer is 72", "72", last_number=False) == 0.0
     assert math("", "#### 72", "72", last_number=False) == 1.0
