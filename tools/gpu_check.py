@@ -11,7 +11,7 @@ colocated run of real dimensions follow, and the kernels' benchmarks.
 RLTRAIN_PYTHON (default python3) is a Python with a CUDA build of torch. --prepare downloads the wheels that such a
 Python usually lacks. It also builds the kernels for RLTRAIN_CUDA_ARCHITECTURES (default 90a) and makes the models for
 the jobs. --prepared uses these files and needs no network. With RLTRAIN_SGLANG_PYTHON, a Python with SGLang, the tests
-of SGLang run last and take up to seven minutes more.
+of SGLang run last and take up to seven minutes more. The same holds for vLLM with RLTRAIN_VLLM_PYTHON.
 
 Steps without measurements run side by side, the others alone. Every step prints its result when it ends. A step at its
 limit is ended, and its output so far is shown. A probe reports and never fails. After a step that crashed or reached
@@ -33,7 +33,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -54,7 +54,9 @@ from gpu_prepared import (  # noqa: E402
     take_prepared,
 )
 
-BESIDE_S, SUMMARY_S, SGLANG_S = 120.0, 10.0, 420.0
+BESIDE_S, SUMMARY_S = 120.0, 10.0
+ENGINES = {"sglang": ("SGLang", 420.0), "vllm": ("vLLM", 420.0)}
+"""Engines in a Python of their own, by the name of their GPU tests: their names, and limits in seconds."""
 """Limits of all parallel steps together, of the summary, and of SGLang's tests."""
 BUILD_S = 150.0
 ANSWER_S = 20.0
@@ -65,8 +67,8 @@ CRASH = re.compile(r"CUDA error|INTERNAL ASSERT|illegal memory access")
 
 ALONE = ("offload", "two_ranks")
 """GPU tests that measure the device's memory, or are slow beside others."""
-SPLIT, SGLANG = "one_gpu", "sglang"
-"""GPU tests with one step per job, and GPU tests that need SGLang."""
+SPLIT = "one_gpu"
+"""GPU tests with one step per job."""
 TRAIN_STEP = (
     *("--tp", "1", "--hidden", "1024", "--layers", "28", "--heads", "16", "--kv-heads", "8", "--ffn", "3072"),
     *("--vocab", "151936", "--sequences", "32", "--min-tokens", "128", "--max-tokens", "1024"),
@@ -193,7 +195,9 @@ def critical_path_s(steps: Sequence[Step], *, is_prepared: bool) -> float:
     return alone + BESIDE_S + SUMMARY_S + (INSTALL_S if is_prepared else 0)
 
 
-def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts: bool = True) -> list[Step]:
+def all_steps(
+    folder: Path, *, is_prepared: bool, engines: Collection[str] = (), has_timeouts: bool = True
+) -> list[Step]:
     """Returns the steps in order: `build`, the parallel steps from the longest to the shortest, then the others."""
     tests = [path.stem.removeprefix("test_") for path in sorted((REPOSITORY / "tests/gpu").glob("test_*.py"))]
     pytest = ["-m", "pytest", "-m", "gpu", "-q", *([] if has_timeouts else ["-o", "addopts=--strict-markers"])]
@@ -204,7 +208,7 @@ def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     benchmarks = "tools/benchmarks"
     build_s = 15.0 if is_prepared else BUILD_S
-    beside = [name for name in tests if name not in (*ALONE, SPLIT, SGLANG)]
+    beside = [name for name in tests if name not in (*ALONE, SPLIT, *ENGINES)]
     beside.sort(key=lambda name: name != "kernels")
     steps = [Step("build", build_s, ("setup.py", "build_ext", "--inplace"))]
     steps += [of_tests(name, BESIDE_S, beside=True) for name in beside]
@@ -219,7 +223,17 @@ def all_steps(folder: Path, *, is_prepared: bool, has_sglang: bool, has_timeouts
         Step("reshard_kernel", 25, (f"{benchmarks}/reshard_kernel.py", "--device", "cuda")),
         Step("weight_sync", 55, (f"{benchmarks}/weight_sync.py", *sync)),
     ]
-    return [*steps, of_tests(SGLANG, SGLANG_S, beside=False)] if has_sglang else steps
+    return steps + [of_tests(name, ENGINES[name][1], beside=False) for name in engines]
+
+
+def variable_of(engine: str) -> str:
+    """Returns the environment variable for the engine's Python."""
+    return f"RLTRAIN_{engine.upper()}_PYTHON"
+
+
+def given_engines() -> list[str]:
+    """Returns the engines whose Python is given."""
+    return [name for name in ENGINES if os.environ.get(variable_of(name))]
 
 
 def _tests_of_jobs() -> dict[str, str]:
@@ -263,12 +277,13 @@ def check(folder: Path, gpu: Gpu, variables: Mapping[str, str], is_prepared: boo
     """Runs all steps and writes the summary. Returns the exit status."""
     environment = {ARCHITECTURES: gpu.architecture, **os.environ, "PYTHONPATH": python_path(), **variables}
     environment |= {"RLTRAIN_NATIVE": "require", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    has_sglang = bool(os.environ.get("RLTRAIN_SGLANG_PYTHON"))
-    steps = all_steps(folder, is_prepared=is_prepared, has_sglang=has_sglang, has_timeouts=_has("pytest_timeout"))
+    engines = given_engines()
+    steps = all_steps(folder, is_prepared=is_prepared, engines=engines, has_timeouts=_has("pytest_timeout"))
     total_s = critical_path_s(steps, is_prepared=is_prepared)
     print(f"{gpu.name}: {len(steps)} steps, at most {total_s:.0f} s", flush=True)
-    if not has_sglang:
-        print("sglang: not run; set RLTRAIN_SGLANG_PYTHON to a Python with SGLang", flush=True)
+    for name, (title, _) in ENGINES.items():
+        if name not in engines:
+            print(f"{name}: not run; set {variable_of(name)} to a Python with {title}", flush=True)
     runner = Runner(folder, environment, begin + total_s - SUMMARY_S, lambda limit_s: gpu_answers(environment, limit_s))
     runner.run(steps)
     summarise(folder, runner.results)
@@ -326,13 +341,13 @@ def _has(module: str) -> bool:
 
 
 def _list() -> None:
-    steps = all_steps(Path("FOLDER"), is_prepared=True, has_sglang=bool(os.environ.get("RLTRAIN_SGLANG_PYTHON")))
+    steps = all_steps(Path("FOLDER"), is_prepared=True, engines=given_engines())
     for step in steps:
         how = "beside others" if step.beside else "alone"
         print(f"{step.name} ({step.limit_s:.0f} s, {how}{', a probe' if step.is_probe else ''}): "
               f"{' '.join(step.arguments)}")  # fmt: skip
     for is_prepared in (True, False):
-        steps = all_steps(Path("FOLDER"), is_prepared=is_prepared, has_sglang=False)
+        steps = all_steps(Path("FOLDER"), is_prepared=is_prepared)
         print(f"at most {critical_path_s(steps, is_prepared=is_prepared):.0f} s "
               f"{'with' if is_prepared else 'without'} --prepared")  # fmt: skip
 

@@ -128,7 +128,8 @@ class Http(Section):
 
     weights: Literal["folder", "group"] = "folder"
     """Transport of new weights to the servers. `folder`: a checkpoint on shared storage. `group`: broadcasts over a
-    process group of a rank and a server, SGLang's update group. Broadcasts use NCCL on GPUs, else gloo."""
+    process group of a rank and a server of SGLang or vLLM. Broadcasts use NCCL on GPUs. Without GPUs they use gloo,
+    for servers of SGLang only."""
     weights_dir: str | None = None
     """Folder for weights: folder, with the same path on the servers. `null`: <output_dir>/http_weights. It holds the
     present version, and during a sync the next version too. With weight_sync.delta it holds the last full version and

@@ -194,10 +194,10 @@ def _group_problems(served: Served, role: str) -> Iterator[str]:
             f"{role}.http.weights: got group, which is for weight syncs, but role {role} keeps the weights of its "
             "checkpoint; expected folder"
         )
-    if served.protocol not in ("auto", "sglang"):
+    if served.protocol == "openai":
         yield (
-            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected protocol sglang or auto, "
-            "or weights: folder, since only SGLang's servers take weights over a process group"
+            f"{role}.http.weights: got group with {role}.protocol openai; expected protocol sglang, vllm or auto, or "
+            "weights: folder, since only servers of SGLang and vLLM take weights over a process group"
         )
     if served.http.weights_dir is not None:
         yield (

@@ -85,3 +85,11 @@ JOBS = {
     "muon": Job(GRPO, (ALL, ONE_RANK, "actor.optimizer.name=muon"), tolerance=3e-2),
     "hosted": Job(GRPO, (ALL, ONE_RANK, "actor.optimizer.cpu_offload=true", "model.activation_offload=true")),
 }
+
+
+def broadcasts(model: Path, url: str) -> Job:
+    """Returns a job that trains `model` and broadcasts its weights to a server at `url`."""
+    own = (ALL, ONE_RANK, f"model.path={model}", "model.dtype=bfloat16", "rollout.max_context_tokens=56")
+    reward = "reward={function: 'tests.support.peer_rewards:trl_by_ids', num_workers: 1}"  # lengths
+    http = ("rollout.http.weights=group", "rollout.http.staging_mb=0.1", "rollout.http.token_env=ENGINES_TOKEN")
+    return Job(GRPO, (*own, reward, "rollout.engine=http", f"rollout.urls=[{url}]", *http))

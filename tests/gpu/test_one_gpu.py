@@ -1,30 +1,14 @@
 """Jobs of one rank, on the GPU with NCCL and on the CPU with gloo: the same model, prompts and first numbers."""
 
-import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.forked.popen import run
 from tests.gpu.jobs import JOBS
 from tests.support.jobs import read_records, try_to_train
-from tools.gpu_prepared import START, STARTS
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the models and rows made by tools/gpu_check.sh --prepare, or new ones."""
-    if os.environ.get(START):
-        return Path(os.environ[START])
-    folder = tmp_path_factory.mktemp("start")
-    for name, command in STARTS.items():
-        done = run([sys.executable, *command, "--output", str(folder / name)], 120)
-        assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.mark.parametrize("name", JOBS)

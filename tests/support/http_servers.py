@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.servers.protocols import VLLM_REQUEST
 from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
+from tests.support.vllm_transfers import StandInTransfers
 
 LIMIT = timedelta(seconds=30)
 VLLM_ANSWERS = Path(__file__).with_name("vllm_answers.json")
@@ -159,7 +160,7 @@ TOKEN = "secret"
 STARTED_WITH = "default"
 LIMIT_S = 60.0
 SIZES = ("tp_size", "pp_size", "dp_size")
-ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info")
+ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/get_world_size", "/is_paused")
 """Paths of GET requests."""
 
 
@@ -174,6 +175,7 @@ class StandInServer:
     - `pace_s` is the time of a decode step.
     - `most` bounds the number of running requests. Further ones are answered with status 429.
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
+    - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
     - `scale_out`: vLLM was started with its routes for tokens.
     - `certificate`: files of a certificate and its key, for TLS.
@@ -192,6 +194,7 @@ class StandInServer:
         scale_out: bool = True,
         load_s: float = 0.0,
         holds_batch_s: float = 0.0,
+        transfers: str | None = None,
     ) -> None:
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
@@ -207,7 +210,8 @@ class StandInServer:
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = False
         self.broken: list[str] = []
-        self.broadcasts = StandInBroadcasts(self)
+        self.transfers = StandInTransfers(self, transfers) if transfers is not None else None
+        self.broadcasts = self.transfers or StandInBroadcasts(self)
         self.start()
 
     @property
@@ -279,6 +283,7 @@ class StandInServer:
             "/resume": self._resume,
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._label_vllm,
+            **(self.transfers.routes() if self.transfers is not None else {}),
         }
 
     async def _models(self, body: Any, query: Any) -> Response:

@@ -17,7 +17,7 @@ from rltrain.planning.description import describe_job
 from rltrain.planning.options import DryRunOptions
 from rltrain.planning.validation import check_config
 from tests.forked.popen import REPOSITORY, run
-from tests.gpu.jobs import JOBS, WARMED_UP
+from tests.gpu.jobs import JOBS, WARMED_UP, broadcasts
 from tests.support.cuda_driver import build
 from tests.support.family_checkpoints import SHAPE, tiny_config
 from tools import gpu_check, gpu_prepared
@@ -121,15 +121,16 @@ def test_no_step_goes_beyond_the_deadline(make_runner: Callable[..., Runner]) ->
 
 
 def test_the_whole_fits_eight_minutes_and_has_every_gpu_test() -> None:
-    steps = all_steps(FOLDER, is_prepared=True, has_sglang=False)
+    steps = all_steps(FOLDER, is_prepared=True)
     assert critical_path_s(steps, is_prepared=True) <= EIGHT_MINUTES_S
     files = {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
     selected = [word.partition("::") for step in steps for word in step.arguments if word.startswith("tests/gpu/")]
     tested = {Path(file).name for file, _, _ in selected}
     assert len({name for _, _, name in selected if name}) == len(JOBS)
-    assert tested == files - {"test_sglang.py"}
-    with_sglang = all_steps(FOLDER, is_prepared=True, has_sglang=True)
-    assert [step for step in with_sglang if step not in steps][-1].arguments[-1] == "tests/gpu/test_sglang.py"
+    engines = ["sglang", "vllm"]
+    assert tested == files - {f"test_{name}.py" for name in engines}
+    more = all_steps(FOLDER, is_prepared=True, engines=engines)[len(steps) :]
+    assert [step.arguments[-1] for step in more] == [f"tests/gpu/test_{name}.py" for name in engines]
     scripts = {word for step in steps for word in step.arguments if word.startswith("tools/")}
     assert all((REPOSITORY / script).exists() for script in scripts)
     assert all(step.limit_s > gpu_check.GRACE_S for step in steps)
@@ -212,6 +213,14 @@ def test_a_gpu_job_is_legal(name: str, start: Path, tmp_path: Path) -> None:
     assert "rank 0" in described and "does not exist yet" not in described
 
 
+def test_the_job_with_broadcasts_is_legal(start: Path, tmp_path: Path) -> None:
+    job = broadcasts(WARMED_UP, "http://127.0.0.1:1")
+    overrides = [*job.arguments(start), f"output_dir={tmp_path / 'run'}"]
+    assert load_config(job.path(), overrides).rollout.http.weights == "group"
+    described = describe_job(job.path(), overrides, DryRunOptions(world_size=1))
+    assert "rank 0" in described and "does not exist yet" not in described
+
+
 def test_the_run_of_real_size_is_legal(tmp_path: Path) -> None:
     arguments = real_size.parse_arguments([*GRPO, "--logs", str(tmp_path)])
     (tmp_path / "empty.yaml").write_text("{}")
@@ -229,7 +238,7 @@ def test_gpu_tests_are_imported_and_name_cases_that_exist(path: Path) -> None:
     for module, function in CASE.findall(text):
         assert callable(getattr(importlib.import_module(module), function))
     starts_jobs = re.search(r"jobs import .*\btrain|jobs import .*try_to_train", text)
-    assert not starts_jobs or "from tests.gpu.jobs import JOBS" in text, "jobs are data, so this file checks them"
+    assert not starts_jobs or "from tests.gpu.jobs import" in text, "jobs are data, so this file checks them"
 
 
 @pytest.fixture(scope="module")

@@ -22,17 +22,19 @@ from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.servers import update_groups
 from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.fleet import Addresses, Fleet, dealt_out
 from rltrain.rollout.servers.http_engine import HttpEngine
 from rltrain.rollout.servers.http_weights import GroupWeights, Weights
-from rltrain.rollout.servers.protocols import ServerProtocol
+from rltrain.rollout.servers.protocols import ServerProtocol, VLLMBroadcasts
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
-from tests.support.http_servers import LIMIT_S, TOKEN, StandInServer
+from tests.support.http_servers import LIMIT_S, STARTED_WITH, TOKEN, StandInServer
 from tests.support.model_shards import tiny_architecture
+from tests.support.nccl_on_gloo import TorchBackend
 from tests.support.schedule_configs import make_config
 from tests.support.sglang_server import IMAGE_TOKEN, expected_tokens, logprob_of, next_token
 
@@ -478,8 +480,21 @@ def test_every_rank_gets_all_tensors() -> None:
         assert {*held} == names and len(held) == len(names)
 
 
-def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -> None:
-    first, late = rig.server("sglang"), rig.server("sglang")
+@pytest.fixture
+def on_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a rank without a GPU broadcast to servers of vLLM, with a stand-in for NCCL."""
+    monkeypatch.setattr(VLLMBroadcasts, "refusal", lambda self, device: None)
+    monkeypatch.setattr(update_groups, "nccl", TorchBackend)
+
+
+RECEIVERS: dict[str, dict[str, Any]] = {"sglang": {}, "vllm": {"transfers": "nccl"}}
+"""Kinds of servers that receive broadcasts, with their settings."""
+
+
+@pytest.mark.usefixtures("on_gloo")
+@pytest.mark.parametrize("kind", RECEIVERS)
+def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig, kind: str) -> None:
+    first, late = (rig.server(kind, **RECEIVERS[kind]) for _ in range(2))
     first.broadcasts.is_open = True  # a job that ended in the middle of an update
     rig.names(first)
     engine, num_parts = start(rig)
@@ -501,8 +516,10 @@ def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -
 
 
 @pytest.mark.slow
-def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
-    servers = [rig.server("sglang", pace_s=0.003) for _ in range(3)]
+@pytest.mark.usefixtures("on_gloo")
+@pytest.mark.parametrize("kind", RECEIVERS)
+def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig, kind: str) -> None:
+    servers = [rig.server(kind, pace_s=0.003, **RECEIVERS[kind]) for _ in range(3)]
     engine, num_parts = start(rig, limit_s=LIMIT_S / 3)  # a busy machine may pause for seconds
     sync_in_parts(engine, 0, num_parts)
     engine.submit(samples(12), LONG)
@@ -520,6 +537,52 @@ def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
     sent = sync_in_parts(engine, 2, num_parts)
     assert all(has(server, sent) and server.label == "run.2" for server in servers)
     assert sorted(one.id for one in done) == [one.id for one in samples(12)] and drawn_right(done)
+
+
+@pytest.mark.usefixtures("on_gloo")
+def test_a_server_of_vllm_forgets_a_failed_update_before_the_next(rig: Rig) -> None:
+    server = rig.server("vllm", transfers="nccl")
+    engine, num_parts = start(rig)
+    server.transfers.fails_in = 2
+    sync_in_parts(engine, 0, num_parts)
+    assert server.is_paused and server.label == STARTED_WITH, "it has parts of two versions"
+    server.transfers.fails_in = 0
+    wait_until_waiting(engine, 1)
+    sent = sync_in_parts(engine, 1, num_parts)
+    assert has(server, sent) and server.label == "run.1" and not server.is_paused
+    assert drawn_right(engine.generate(samples(), SHORT))
+
+
+@pytest.mark.usefixtures("on_gloo")
+def test_a_server_of_vllm_that_fails_to_join_keeps_its_weights_until_the_next_update(rig: Rig) -> None:
+    server, other = (rig.server("vllm", transfers="nccl") for _ in range(2))
+    engine, num_parts = start(rig, limit_s=5.0)
+    server.transfers.fails_to_join = True
+    sent = sync_in_parts(engine, 0, num_parts)
+    assert has(other, sent) and server.label == STARTED_WITH and not server.is_paused
+    server.transfers.fails_to_join = False
+    wait_until_waiting(engine, 1)
+    sent = sync_in_parts(engine, 1, num_parts)
+    assert has(server, sent) and has(other, sent)
+
+
+NO_SUCH_SERVER = {
+    "a rank without a GPU": ("nccl", 1, "cpu", "over NCCL only, which needs GPUs, and this rank has none"),
+    "no engine": ("", 1, "cuda", "its engine for weight transfers is missing; start it with"),
+    "another engine": ("ipc", 1, "cuda", "its engine for weight transfers is ipc; start it with"),
+    "replicas": ("nccl", 2, "cuda", "it has data_parallel_size 2; .* need 1"),
+}
+
+
+@pytest.mark.parametrize(("transfers", "num_replicas", "device", "said"), NO_SUCH_SERVER.values(), ids=NO_SUCH_SERVER)
+def test_a_server_of_vllm_without_what_broadcasts_need_is_refused(
+    rig: Rig, transfers: str, num_replicas: int, device: str, said: str
+) -> None:
+    server = rig.server("vllm", transfers=transfers)
+    server.transfers.num_replicas = num_replicas
+    weights = GroupWeights(parts_on(0), 0, device=torch.device(device), run="run", update_timeout_s=LIMIT_S)
+    with pytest.raises(EngineError, match=rf"by way of a group \(http.weights\), .* keep old ones: .*{said}"):
+        rig.start(weights=weights)
 
 
 @pytest.fixture

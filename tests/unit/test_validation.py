@@ -416,7 +416,7 @@ REFUSED_ROLLOUTS: dict[str, dict[str, Any]] = {
     "parallel: got tp 2": HTTP_ENGINE | {"parallel": {"tp": 2}},
     "dtype: got fp8 with rollout.engine http": HTTP_ENGINE | {"dtype": "fp8"},
     "kv_cache_gb: got 3.0 with rollout.engine http": HTTP_ENGINE | {"kv_cache_gb": 3},
-    "http.weights: got group with": HTTP_ENGINE | {"protocol": "vllm", "http": GROUP},
+    "http.weights: got group with": HTTP_ENGINE | {"protocol": "openai", "http": GROUP},
     "http.weights_dir: got w with": HTTP_ENGINE | {"http": GROUP | {"weights_dir": "w"}},
 }
 REFUSED_SECTIONS: dict[str, dict[str, Any]] = {

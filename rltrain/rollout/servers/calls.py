@@ -86,9 +86,14 @@ class Calls:
         """Returns the server's answer: the parsed value if it is JSON, else its text."""
         return await self._call("GET", path, None, limit_s)
 
-    async def post(self, path: str, body: Mapping[str, Any], limit_s: float = CALL_TIMEOUT_S) -> Any:
-        """Returns the server's answer to a POST of `body` as JSON, in the form of `get`."""
-        return await self._call("POST", path, body, limit_s)
+    async def post(
+        self, path: str, body: Mapping[str, Any], limit_s: float = CALL_TIMEOUT_S, *, alone: bool = False
+    ) -> Any:
+        """Returns the server's answer to a POST of `body` as JSON, in the form of `get`.
+
+        With `alone` no other call uses the same connection. A server may close one after its own failure.
+        """
+        return await self._call("POST", path, body, limit_s, {"Connection": "close"} if alone else None)
 
     async def stream(self, path: str, body: Mapping[str, Any], limit_s: float | None) -> AsyncGenerator[dict[str, Any]]:
         """Yields the events of the answer to a POST.
@@ -121,10 +126,17 @@ class Calls:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> Any:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        limit_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         try:
             async with asyncio.timeout(limit_s):
-                response = await self._http.request(method, path, json=body)
+                response = await self._http.request(method, path, json=body, headers=headers)
         except TimeoutError:
             raise ServerGone(f"{path} of {self.name}: no answer within {limit_s:g} s") from None
         except (httpx.HTTPError, OSError) as error:

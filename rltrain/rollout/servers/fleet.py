@@ -249,7 +249,9 @@ class FleetServer:
         if self._weights.way not in self.protocol.ways:
             expected = "; expected weight_sync.delta: null" if self._weights.way == "delta" else ""
             return f"rltrain knows no such way for servers of {self.protocol.name}{expected}"
-        return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
+        return self._weights.refusal(self.protocol) or await self.protocol.prepare_for_weights(
+            self.calls, self._weights.way
+        )
 
     async def take_weights(self) -> None:
         """Makes sure that the server has the current weights.

@@ -30,7 +30,8 @@ from rltrain.reshard.delta import DeltaTurn, DeltaTurns
 from rltrain.reshard.layout import Layout, parameter_types
 from rltrain.rollout.delta_form import encoded, form, write_changes
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses, words
-from rltrain.rollout.servers.protocols import Receiver, ServerProtocol, SGLangBroadcasts, UpdateGroup
+from rltrain.rollout.servers.protocols import Receiver, ServerProtocol
+from rltrain.rollout.servers.update_groups import Broadcasts, UpdateGroup
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.whole_files import make_empty, put_in_place
@@ -53,6 +54,10 @@ class Weights(ABC):
     """One of a protocol's `ways`."""
     label: str | None = None
     """Label of the weights delivered by `give`, unique among all jobs. None before the first update."""
+
+    def refusal(self, protocol: ServerProtocol) -> str | None:
+        """Returns the reason if this rank cannot deliver weights to servers of `protocol`, else None."""
+        return None
 
     def begin(self) -> None:
         """Begins an update."""
@@ -128,6 +133,8 @@ def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Te
 
 T = TypeVar("T")
 Problem = ServerGone | ServerRefuses | ServerBusy
+CLOSE_S = 5.0
+"""Time for each group to close before the process ends."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class _Part:
 @dataclass(frozen=True)
 class _Joined:
     group: UpdateGroup
-    way: SGLangBroadcasts
+    way: Broadcasts
 
 
 class GroupWeights(Weights):
@@ -169,6 +176,11 @@ class GroupWeights(Weights):
         self._receivers: dict[str, Receiver] = {}
         """Servers of the update under way, without the failed ones."""
         self._problems: dict[str, Problem] = {}
+        self._closing: list[JobThread] = []
+        """Threads that close groups."""
+
+    def refusal(self, protocol: ServerProtocol) -> str | None:
+        return protocol.broadcasts.refusal(self._device) if protocol.broadcasts is not None else None
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         # Wide elements come first, so all tensors are aligned.
@@ -210,17 +222,21 @@ class GroupWeights(Weights):
     async def forget(self, calls: Calls) -> None:
         if (joined := self._groups.get(calls.url)) is not None:
             with suppress(ServerGone, ServerRefuses, ServerBusy):  # a server that is gone has left its group
-                await joined.way.leave(calls, joined.group.address.name)
+                await joined.way.leave(calls, joined.group.name)
             self._drop(calls.url)
 
     def close(self) -> None:
         for url in [*self._groups]:
             self._drop(url)
+        for closing in self._closing:
+            closing.join(CLOSE_S)  # the process may end, and torch would abort it in the middle of this
 
     def _drop(self, url: str) -> None:
         """Closes this rank's end of a group in another thread, because a broadcast may be running."""
         if (joined := self._groups.pop(url, None)) is not None:
-            JobThread(target=joined.group.close, name="update group", daemon=True).start()
+            self._closing = [thread for thread in self._closing if thread.is_alive()]
+            self._closing.append(JobThread(target=joined.group.close, name="update group", daemon=True))
+            self._closing[-1].start()
 
     async def _by_all(self, act: Callable[[Receiver], Awaitable[None]], what: str) -> None:
         """Calls `act` for all servers of the update. A server that fails is left out of the rest."""
@@ -242,19 +258,20 @@ class GroupWeights(Weights):
             await self.forget(calls)  # a restarted server has no group
         if calls.url not in self._groups:
             await self._join(receiver)
-        await _way(receiver).begin(calls)
+        await _way(receiver).begin(calls, self._limit_s)
 
     async def _join(self, receiver: Receiver) -> None:
         calls, num_ranks = receiver.calls, (await receiver.protocol.describe(receiver.calls)).num_ranks
         assert num_ranks is not None, "other servers are refused"
         peer = urlsplit(calls.url).hostname or ""
-        group = await _beside(lambda: UpdateGroup(peer, num_ranks, self._device, self._limit_s))
-        self._groups[calls.url] = _Joined(group, _way(receiver))
-        await _both(_way(receiver).join(calls, group.address, self._limit_s), group.join)
+        way = _way(receiver)
+        group = await _beside(lambda: way.group(peer, num_ranks, self._device, self._limit_s))
+        self._groups[calls.url] = _Joined(group, way)
+        await _both(way.join(calls, group, self._limit_s), group.join)
 
     async def _send(self, receiver: Receiver, part: _Part) -> None:
         calls, group = receiver.calls, self._groups[receiver.calls.url].group
-        asked = _way(receiver).receive(calls, group.address.name, part.entries, self._limit_s)
+        asked = _way(receiver).receive(calls, group.name, part.entries, self._limit_s)
         await _both(asked, lambda: group.broadcast(part.flat))
 
     async def _sent(self) -> None:
@@ -271,7 +288,7 @@ class GroupWeights(Weights):
             raise ServerGone(f"{calls.url}: {what}: {words(error)}") from error
 
 
-def _way(receiver: Receiver) -> SGLangBroadcasts:
+def _way(receiver: Receiver) -> Broadcasts:
     assert receiver.protocol.broadcasts is not None, "other servers are refused"
     return receiver.protocol.broadcasts
 

@@ -1,17 +1,12 @@
 """The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from http import HTTPStatus
-from secrets import token_hex
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rltrain.checkpoint.safetensors_file import TensorEntry
 from rltrain.config.rollout import Sampling
@@ -21,88 +16,13 @@ from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerR
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.server_images import wrong_length
 from rltrain.rollout.servers.sglang_session import PROGRESS_TOKENS, sampling_fields
-from rltrain.runtime.messages import family_of
-from rltrain.runtime.world import own_address
-
-# The process group of this rank and one server, for broadcasts of weights.
-#
-# torch has no public function for a group with the processes of another job. Stores and backends are public. The
-# nesting of prefixes below follows torch's own, because SGLang makes its end with torch.
-
-Backend = Any
-"""A backend of torch.distributed. torch's stubs lack the methods used here."""
-
-
-@dataclass(frozen=True)
-class GroupAddress:
-    """The address of a group for the server's ranks. They are ranks 1 to `size` - 1 of the group."""
-
-    name: str
-    host: str
-    port: int
-    size: int
-    backend: str
-
-
-class UpdateGroup:
-    """This rank's end of a group with the ranks of one server. This rank is rank 0 of the group.
-
-    The group's store and gloo listen only on this host's address towards `peer`. `join` and `broadcast` block for at
-    most `timeout_s` and raise RuntimeError if the other end is lost. `close` may be called from another thread
-    meanwhile. It ends a broadcast, but not a `join`.
-    """
-
-    def __init__(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-        host = own_address(peer)
-        family = family_of(host)
-        with socket.create_server((host, 0), family=family) as listener:
-            port, descriptor = listener.getsockname()[1], listener.detach()
-        self._timeout, self._device = timedelta(seconds=timeout_s), device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.address = GroupAddress(f"rltrain-{token_hex(8)}", host, port, 1 + num_ranks, backend)
-        self._store = dist.TCPStore(
-            *(host, port, self.address.size),
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-        self._backend: Backend | None = None
-
-    def join(self) -> None:
-        """Joins the group. Returns once the server has joined too, so the server must have been asked to."""
-        within = dist.PrefixStore(f"{self.address.name}/", dist.PrefixStore(self.address.name, self._store))
-        self._backend = self._nccl(within) if self.address.backend == "nccl" else self._gloo(within)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcasts `tensor`, contiguous and on this rank's device. Returns once the transfer is complete."""
-        assert self._backend is not None, "the group was joined"
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, self._timeout
-        self._backend.broadcast([tensor], options).wait()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def close(self) -> None:
-        """Aborts this rank's end. The server's end is closed by SGLangBroadcasts.leave, or with its process."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            with suppress(RuntimeError):  # the group may be in any state
-                backend.abort()
-
-    def _gloo(self, store: dist.Store) -> Backend:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        # Both ends must connect at once. The setting for this process's other groups may differ.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address.host, lazy_init=False)]
-        return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.address.size, options)
-
-    def _nccl(self, store: dist.Store) -> Backend:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * self._timeout  # torch ends this process then, so callers close the group before
-        with torch.cuda.device(self._device):
-            return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)
-
+from rltrain.rollout.servers.update_groups import (
+    Broadcasts,
+    StoreGroup,
+    UniqueIdGroup,
+    UpdateGroup,
+    names_types_shapes,
+)
 
 # SGLang's update groups: weights by broadcasts, inside an update session of the server.
 
@@ -113,26 +33,23 @@ FLUSH_S = 30
 
 
 class SGLangBroadcasts:
-    """SGLang's calls for weights over a process group. Raises as `Calls` does.
+    """SGLang's calls for weights over a process group. See `Broadcasts`.
 
     The server is not paused between `begin` and `end`. It has no requests from this rank then, and each call waits for
     requests from others.
     """
 
-    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
-        """Has the server join `group`. Returns once the group is complete."""
-        body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await calls.post(JOIN, body, limit_s)
+    def refusal(self, device: torch.device) -> str | None:
+        """Returns None: a group is of NCCL on a GPU, else of gloo."""
+        return None
 
-    async def begin(self, calls: Calls) -> None:
-        """Opens an update session. Closes an open session first if the server has one."""
+    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
+        return StoreGroup(peer, num_ranks, device, timeout_s)
+
+    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        await calls.post(JOIN, await group.invitation(), limit_s)
+
+    async def begin(self, calls: Calls, limit_s: float) -> None:
         try:
             await calls.post(BEGIN, {"selector": "target"})
         except ServerRefuses:
@@ -140,14 +57,11 @@ class SGLangBroadcasts:
             await calls.post(BEGIN, {"selector": "target"})
 
     async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
-        """Has the server receive one broadcast of bytes, with the tensors of `entries` one after another.
-
-        Returns once the server uses them.
-        """
+        names, types, shapes = names_types_shapes(entries)
         body = {
-            "names": [entry.name for entry in entries],
-            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
-            "shapes": [entry.shape for entry in entries],
+            "names": names,
+            "dtypes": types,
+            "shapes": shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,
@@ -156,12 +70,10 @@ class SGLangBroadcasts:
         await calls.post("/update_weights_from_distributed", body, limit_s)
 
     async def end(self, calls: Calls, label: str, limit_s: float) -> None:
-        """Closes the update session. The server then serves the new weights as `label`, with an empty prefix cache."""
         await calls.post(END, {}, limit_s)
         await flush_and_label(calls, label, limit_s)
 
     async def leave(self, calls: Calls, group: str) -> None:
-        """Has the server leave the group."""
         await calls.post("/destroy_weights_update_group", {"group_name": group})
 
 
@@ -201,7 +113,7 @@ class ServerProtocol(Protocol):
     ways: Sequence[str]
     """Names of the supported ways to change weights. "folder" and "group" are values of http.weights. "delta" is a
     folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py."""
-    broadcasts: SGLangBroadcasts | None
+    broadcasts: Broadcasts | None
     """Calls for the way "group". None if the protocol has no such way."""
     takes_images: bool
     """Whether requests may have images with token ids."""
@@ -269,7 +181,7 @@ class SGLangProtocol:
 
     name = "sglang"
     ways: Sequence[str] = ("folder", "group", "delta")
-    broadcasts: SGLangBroadcasts | None = SGLangBroadcasts()
+    broadcasts: Broadcasts | None = SGLangBroadcasts()
     takes_images = True
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -382,7 +294,7 @@ class OpenAIProtocol:
 
     name = "openai"
     ways: Sequence[str] = ("folder", "delta")
-    broadcasts: SGLangBroadcasts | None = None
+    broadcasts: Broadcasts | None = None
     takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -458,22 +370,92 @@ VLLM_LEAST_LOGPROB = -9999.0
 VLLM_INFO_S = 300.0
 """Limit for vLLM's report of its settings. It runs pip and other programs for the first one."""
 VLLM_HOW = "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+VLLM_CONFIG = "/server_info?config_format=json"
 NOT_ENABLED = (403, *NO_SUCH_ROUTE)
+
+
+NCCL_HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\''
+WORLD_SIZE = "/get_world_size"
+INIT, START, FINISH = "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"
+PAUSE, RESUME = "/pause?mode=abort&clear_cache=true", "/resume"
+WHOLE_PART_BYTES = 2**62
+"""Size of the server's buffer for packed tensors. Every part fits into it, so a part is one broadcast."""
+
+
+class VLLMBroadcasts:
+    """vLLM's calls for weights over NCCL: its weight transfer engine "nccl". See `Broadcasts`.
+
+    The server is paused between `begin` and `end`. It stays paused if an update fails, because it then has parts of two
+    versions.
+    """
+
+    def refusal(self, device: torch.device) -> str | None:
+        if device.type == "cuda":
+            return None
+        return "vLLM receives broadcasts over NCCL only, which needs GPUs, and this rank has none"
+
+    def group(self, peer: str, num_ranks: int, device: torch.device, timeout_s: float) -> UpdateGroup:
+        return UniqueIdGroup(num_ranks, device, timeout_s)
+
+    async def join(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        """Has the server join `group`, in the place of an earlier group. An earlier update ends, complete or not."""
+        was_paused = (await calls.get("/is_paused"))["is_paused"]
+        await calls.post(PAUSE, {}, limit_s)
+        try:
+            with suppress(ServerGone, ServerRefuses):  # an update is open
+                await calls.post(START, {}, limit_s, alone=True)
+            await calls.post(FINISH, {}, limit_s)  # vLLM forgets parts of a failed update only here
+            await self.leave(calls, group.name)
+            packing = {"packed": True, "packed_buffer_size_bytes": WHOLE_PART_BYTES, "packed_num_buffers": 1}
+            await calls.post(INIT, {"init_info": {**await group.invitation(), **packing}}, limit_s)
+        except BaseException:
+            if not was_paused:
+                with suppress(ServerGone, ServerRefuses):
+                    await calls.post(RESUME, {})
+            raise
+
+    async def begin(self, calls: Calls, limit_s: float) -> None:
+        await calls.post(PAUSE, {}, limit_s)
+        await calls.post(START, {}, limit_s)
+
+    async def receive(self, calls: Calls, group: str, entries: Sequence[TensorEntry], limit_s: float) -> None:
+        names, types, shapes = names_types_shapes(entries)
+        body = {"update_info": {"names": names, "dtype_names": types, "shapes": shapes}}
+        await calls.post("/update_weights", body, limit_s)
+
+    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
+        await calls.post(FINISH, {"weight_version": label}, limit_s)
+        await calls.post(RESUME, {}, limit_s)
+
+    async def leave(self, calls: Calls, group: str) -> None:
+        await calls.post("/shutdown_weight_transfer_engine", {})
+
+
+async def without_nccl_engine(calls: Calls) -> str | None:
+    """Returns the reason if a server of vLLM takes no weights over NCCL, else None."""
+    config = (await calls.get(VLLM_CONFIG))["vllm_config"]
+    if (num_replicas := config["parallel_config"]["data_parallel_size"]) > 1:
+        return f"it has data_parallel_size {num_replicas}; weights by way of a group need 1"
+    engine = (config["weight_transfer_config"] or {}).get("backend")
+    return None if engine == "nccl" else f"its engine for weight transfers is {engine or 'missing'}; {NCCL_HOW}"
 
 
 class VLLMProtocol:
     """vLLM's routes. See `ServerProtocol`. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
-    ways: Sequence[str] = ("folder",)
-    broadcasts: SGLangBroadcasts | None = None
+    ways: Sequence[str] = ("folder", "group")
+    broadcasts: Broadcasts | None = VLLMBroadcasts()
     takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
         model = (await calls.get(MODELS))["data"][0]
         if why := await without_route(calls, VLLM_GENERATE, NOT_ENABLED):
             raise ServerRefuses(f"{calls.url} cannot be used: {why}; {VLLM_HOW}", 404)
-        return ServerDescription(str(model["id"]), model.get("max_model_len"))
+        num_ranks = None
+        with suppress(ServerRefuses):  # the route is missing without VLLM_SERVER_DEV_MODE
+            num_ranks = (await calls.get(WORLD_SIZE))["world_size"]
+        return ServerDescription(str(model["id"]), model.get("max_model_len"), num_ranks)
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
@@ -537,18 +519,20 @@ class VLLMProtocol:
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         if await self.version(calls) is None:
             return f"it has no /weight_info; {VLLM_HOW}"
+        if way == "group":
+            return await without_nccl_engine(calls)
         why = await without_route(calls, "/collective_rpc")
         return why and f"{why}; {VLLM_HOW}"
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         """See `ServerProtocol`. vLLM's engine ends if it cannot read the folder."""
-        await calls.post("/pause?mode=abort&clear_cache=true", {}, limit_s)
+        await calls.post(PAUSE, {}, limit_s)
         try:
             load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             await calls.post("/collective_rpc", load, limit_s)
             await calls.post("/update_weight_version", {"new_version": label}, limit_s)
         except (ServerGone, ServerBusy, ServerRefuses):
             with suppress(ServerGone, ServerBusy, ServerRefuses):  # it should not stay paused, if it still runs
-                await calls.post("/resume", {})
+                await calls.post(RESUME, {})
             raise
-        await calls.post("/resume", {}, limit_s)
+        await calls.post(RESUME, {}, limit_s)
