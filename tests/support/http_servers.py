@@ -177,7 +177,7 @@ class StandInServer:
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
     - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
-    - `scale_out`: vLLM was started with its routes for tokens.
+    - `scale_out`: vLLM was started with its routes for tokens. `has_experts`: its model has experts.
     - `certificate`: files of a certificate and its key, for TLS.
     """
 
@@ -192,6 +192,7 @@ class StandInServer:
         certificate: tuple[str, str] | None = None,
         takes_deltas: bool = False,
         scale_out: bool = True,
+        has_experts: bool = False,
         load_s: float = 0.0,
         holds_batch_s: float = 0.0,
         transfers: str | None = None,
@@ -199,7 +200,7 @@ class StandInServer:
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
         self.holds_batch_until = 0.0
-        self.scale_out, self.engine_is_dead = scale_out, False
+        self.scale_out, self.has_experts, self.engine_is_dead = scale_out, has_experts, False
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
@@ -318,6 +319,12 @@ class StandInServer:
                 return JSONResponse({"message": "Flush cache failed."}, 400)
             await asyncio.sleep(0.005)
         return JSONResponse({"success": True})
+
+    def vllm_config(self, engine: str | None, num_replicas: int) -> dict[str, Any]:
+        """Returns vLLM's settings with an engine for weight transfers, or None, and a number of replicas."""
+        config: dict[str, Any] = VLLM["config"]["content"]["vllm_config"]
+        parallel = filled(config["parallel_config"], data_parallel_size=num_replicas, is_moe_model=self.has_experts)
+        return filled(config, weight_transfer_config=engine and {"backend": engine}, parallel_config=parallel)
 
     async def _weight_info(self, body: Any, query: Any) -> Response:
         return vllm_answer("weight_info", weight_version=self.label)

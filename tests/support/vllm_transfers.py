@@ -57,11 +57,7 @@ class StandInTransfers:
         return JSONResponse({"world_size": self.num_replicas})
 
     async def _server_info(self, body: Any, query: Any) -> Response:
-        config = {
-            "weight_transfer_config": {"backend": self.engine} if self.engine else None,
-            "parallel_config": {"data_parallel_size": self.num_replicas},
-        }
-        return JSONResponse({"vllm_config": config})
+        return JSONResponse({"vllm_config": self.server.vllm_config(self.engine, self.num_replicas)})
 
     async def _is_paused(self, body: Any, query: Any) -> Response:
         return JSONResponse({"is_paused": self.server.is_paused})

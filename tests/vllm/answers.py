@@ -14,12 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rltrain.rollout.servers.protocols import VLLM_GENERATE, VLLM_REQUEST
+from rltrain.rollout.servers.protocols import VLLM_CONFIG, VLLM_GENERATE, VLLM_REQUEST
 from tests.support.http_servers import VLLM_ANSWERS
 from tests.vllm.servers import VLLMServer, call, events, write_models
 
 ABORT = "/inference/v1/abort_requests"
 LONG = 240
+CONFIG = {
+    "model_config": ("logprobs_mode",),
+    "parallel_config": ("data_parallel_size", "is_moe_model"),
+    "device_config": ("device",),
+}
+"""The settings of vLLM that the protocol reads, and weight_transfer_config, which is null or has a backend."""
 
 
 def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
@@ -41,14 +47,14 @@ def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
     long = body("long.", max_tokens=LONG, stream_interval=LONG)
     names = {"request_ids": [VLLM_REQUEST + "long."]}
     answers["abort"], (status, text) = _interrupted(server, long, lambda: call(server, ABORT, names))
-    found = {name: {"status": status, "content": _parsed(text)} for name, (status, text) in answers.items()}
-    return found | {"aborted": {"status": status, "content": _parsed(text)[-1:]}}
+    found = {name: {"status": status, "content": parsed(text)} for name, (status, text) in answers.items()}
+    return found | {"aborted": {"status": status, "content": parsed(text)[-1:]}, "config": _config(server)}
 
 
 def broken(server: VLLMServer) -> dict[str, Any]:
     """Returns the answer to a request whose engine is killed. The server ends by that."""
     _, (status, text) = _interrupted(server, body("broken", max_tokens=LONG), server.kill_engine)
-    return {"status": status, "content": _parsed(text)[-1:]}
+    return {"status": status, "content": parsed(text)[-1:]}
 
 
 def body(name: str, **sampling: object) -> dict[str, Any]:
@@ -66,6 +72,14 @@ def shape(value: Any) -> Any:
     return type(value).__name__
 
 
+def _config(server: VLLMServer) -> dict[str, Any]:
+    status, text = call(server, VLLM_CONFIG)
+    told = json.loads(text)["vllm_config"]
+    used: dict[str, Any] = {name: {key: told[name][key] for key in keys} for name, keys in CONFIG.items()}
+    config = used | {"weight_transfer_config": told["weight_transfer_config"]}
+    return {"status": status, "content": {"vllm_config": config}}
+
+
 def _interrupted(server: VLLMServer, body: Mapping[str, Any], interrupt: Any) -> tuple[Any, tuple[int, str]]:
     """Returns what `interrupt` returns during a request, and the request's answer."""
     answer: list[tuple[int, str]] = []
@@ -77,7 +91,8 @@ def _interrupted(server: VLLMServer, body: Mapping[str, Any], interrupt: Any) ->
     return done, answer[0]
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """Returns the events of a stream, or the value of another answer, which is None if it has no text."""
     if text.startswith("data: "):
         return events(text)
     return json.loads(text) if text else None
@@ -92,5 +107,7 @@ if __name__ == "__main__":
         found = {**recorded(server, models[0]), "broken": broken(server)}
     finally:
         server.kill()
+    [long] = found["aborted"]["content"][0]["choices"]
+    del long["token_ids"][2:], long["logprobs"]["content"][2:]
     text = json.dumps(found, indent=1).replace(str(models[0]), "tiny")
     VLLM_ANSWERS.write_text(text + "\n")

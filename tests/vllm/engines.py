@@ -34,7 +34,9 @@ class Rig:
         self.engine.reload_weights(self.checkpoints[number], version)
 
 
-def engine_on(server: VLLMServer, model: Path, sampling: Sampling | None = None) -> HttpEngine:
+def engine_on(
+    server: VLLMServer, model: Path, sampling: Sampling | None = None, *, needs_weights: bool = True
+) -> HttpEngine:
     """Returns an engine that has not been started. `model` has the tokenizer, `sampling` is that of the job."""
     weights = CheckpointWeights(LIMIT_S)
     fleet = Fleet(
@@ -46,7 +48,7 @@ def engine_on(server: VLLMServer, model: Path, sampling: Sampling | None = None)
         role="rollout",
         max_running_requests=NUM_SLOTS,
         max_context_tokens=CONTEXT,
-        needs_weights=True,
+        needs_weights=needs_weights,
         trained_sampling=sampling or Sampling(),
     )
     return HttpEngine(
