@@ -215,7 +215,7 @@ class Trainer:
             exchange,
             self.roles,
             self.trace,
-            job.hold_images,
+            job.hold_received_images,
             saves_images="env" in job.placement.roles,
         )
         self.newest_step = 0

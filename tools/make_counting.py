@@ -4,7 +4,8 @@
 
 DIR/model is a Qwen2.5-VL checkpoint with random weights. An image has 56 x 56 pixels, and each of its squares is one
 token. DIR/warm_up.jsonl, DIR/train.jsonl and DIR/eval.jsonl have rows with a prompt, the path of an image, and the
-number of red squares, from 0 to 4, as response and label.
+number of red squares, from 0 to 4, as response and label. Half of the responses in warm_up.jsonl are random numbers, so
+that the warmed-up model tries every number and rewards can teach it the right ones.
 """
 
 import argparse
@@ -46,6 +47,8 @@ RED, OTHERS = (220, 30, 30), [(30, 60, 220), (40, 180, 60), (230, 230, 230), (20
 MOST = 4
 PROMPT = "<image>red?"
 NUM_WARM_UP, NUM_TRAIN, NUM_EVAL = 512, 2048, 100
+RANDOM_RESPONSES = 0.5
+"""Share of the demonstrations with a random number as response."""
 
 
 def model_config() -> Qwen2_5_VLConfig:
@@ -122,14 +125,15 @@ def draw(choice: random.Random, num_red: int) -> Image.Image:
     return image.resize((SIDE * CELL, SIDE * CELL), Image.Resampling.NEAREST)
 
 
-def write_rows(folder: Path, name: str, num_rows: int, choice: random.Random) -> None:
-    """Writes the file of rows <name>.jsonl, and their images to the folder <name>."""
+def write_rows(folder: Path, name: str, num_rows: int, choice: random.Random, share_of_random: float = 0.0) -> None:
+    """Writes the file of rows <name>.jsonl, and their images to the folder <name>. A share has random responses."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
         for number in range(num_rows):
             path, count = f"{name}/{number}.png", str(number % (MOST + 1))
             draw(choice, int(count)).save(folder / path)
-            row = {"prompt": PROMPT, "images": [path], "response": count, "label": count}
+            response = str(choice.randint(0, MOST)) if choice.random() < share_of_random else count
+            row = {"prompt": PROMPT, "images": [path], "response": response, "label": count}
             file.write(json.dumps(row) + "\n")
 
 
@@ -140,8 +144,9 @@ def main() -> None:
     arguments = parser.parse_args()
     choice = random.Random(arguments.seed)
     write_model(arguments.output / "model", arguments.seed)
-    for name, num_rows in (("warm_up", NUM_WARM_UP), ("train", NUM_TRAIN), ("eval", NUM_EVAL)):
-        write_rows(arguments.output, name, num_rows, choice)
+    write_rows(arguments.output, "warm_up", NUM_WARM_UP, choice, RANDOM_RESPONSES)
+    write_rows(arguments.output, "train", NUM_TRAIN, choice)
+    write_rows(arguments.output, "eval", NUM_EVAL, choice)
     print(f"wrote {arguments.output}: model, {NUM_WARM_UP} rows for the warm-up, {NUM_TRAIN} for training")
 
 

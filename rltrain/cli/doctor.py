@@ -1,5 +1,6 @@
 """Checks the installed packages and the limits of this machine.
 
+With a config it also asks the servers at its URLs what they are, and says what they lack for a job of this config.
 Under torchrun it checks all nodes of the job and the links between them, and prints one report. It needs only the
 standard library, so it can also report missing packages.
 """
@@ -17,9 +18,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rltrain.cli.train import begin_as_rank
+from rltrain.errors import UserError
 from rltrain.runtime.machine import SHARED_MEMORY, free_bytes
+
+if TYPE_CHECKING:
+    from rltrain.config.schema import Config
 
 # Lines of the report.
 
@@ -209,19 +215,56 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB"
 
 
+# The whole report, of the machine and of the servers of a config.
+
+
+def of_this_node(config: "Config | None", sglang_python: Path | None, folders: list[Path]) -> Iterator[Finding]:
+    """Yields all findings about this machine, and about the servers of `config` as seen from it."""
+    if config is not None and sglang_python is None:
+        sglang_python = _sglang_python_of(config)
+    installed = [*what_is_installed(sglang_python)]
+    works = not any(finding.state in FAULTS for finding in installed if finding.what != "sglang")
+    yield from installed
+    if works:
+        from rltrain.cli.doctor_job import paths_taken
+
+        yield from paths_taken()
+    yield from what_is_allowed(folders)
+    if works and config is not None:
+        from rltrain.cli.doctor_servers import of_servers
+
+        yield from of_servers(config)
+
+
+def _config_of(options: argparse.Namespace) -> "Config | None":
+    """Returns the config, or None without one or without the packages to read it."""
+    if options.config is None or missing_packages():
+        return None
+    from rltrain.config.loader import load_config
+
+    return load_config(options.config, options.overrides)
+
+
+def _sglang_python_of(config: "Config") -> Path | None:
+    """Returns the interpreter of the first engine that SGLang serves, or None."""
+    from rltrain.tasks.roles import served_roles
+
+    served = [config.served(role) for role in served_roles() if role in config.placed_roles]
+    named = (one.sglang.python or sys.executable for one in served if one.engine == "sglang")
+    return next(map(Path, named), None)
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status: 0 if jobs can run here, 1 if something is missing or wrong."""
     begin_as_rank()
+    if options.overrides and options.config is None:
+        raise UserError(f"got {' '.join(options.overrides)} without --config; expected config keys only beside one")
+    config = _config_of(options)
     if "RANK" in os.environ:
         from rltrain.cli.doctor_job import examine_job
 
-        return examine_job(options.sglang_python, options.shared or [Path.cwd()], options.mb << 20)
-    findings = [*what_is_installed(options.sglang_python)]
-    if not has_fault(findings):
-        from rltrain.cli.doctor_job import paths_taken
-
-        findings += paths_taken()
-    findings += what_is_allowed(options.shared or [Path.cwd()])
+        return examine_job(config, options.sglang_python, options.shared or [Path.cwd()], options.mb << 20)
+    findings = [*of_this_node(config, options.sglang_python, options.shared or [Path.cwd()])]
     print("\n".join(lines_of(findings)))
     if missing_packages():
         print(f"\n{remedy()}")
@@ -231,6 +274,7 @@ def run(options: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the description and the arguments of the command to the parser."""
     parser.description = __doc__
+    parser.add_argument("--config", type=Path, help="YAML file of a job: asks the servers at its URLs")
     parser.add_argument("--sglang-python", type=Path, help="interpreter to check for SGLang (rollout.sglang.python)")
     parser.add_argument(
         "--shared",

@@ -16,15 +16,13 @@ import torch.distributed as dist
 from rltrain.cli.doctor import (
     FINE,
     LACKING,
-    MISSING,
     WRONG,
     Finding,
     has_fault,
     lines_of,
-    what_is_allowed,
-    what_is_installed,
+    of_this_node,
 )
-from rltrain.config.schema import Model
+from rltrain.config.schema import Config, Model
 from rltrain.reshard import native
 from rltrain.runtime import shared_memory
 from rltrain.runtime.ending import Ending
@@ -399,14 +397,15 @@ WAIT_S = 60.0
 """Seconds for ranks to start, and for any answer of another node."""
 
 
-def examine_job(sglang_python: Path | None, shared: list[Path], num_bytes: int) -> int:
+def examine_job(config: Config | None, sglang_python: Path | None, shared: list[Path], num_bytes: int) -> int:
     """Checks all nodes and prints the report on rank 0. Returns the exit status on all ranks: 1 if there is a fault.
     Collective over: all ranks."""
     world = join_world(WAIT_S)
     logging.basicConfig(level=logging.ERROR)
     try:
         start_process_groups(world, WAIT_S)
-        findings = _examine(world, sglang_python, shared, num_bytes)
+        mine = [*of_this_node(config, sglang_python, shared)] if world.local_rank == 0 else []
+        findings = _examine(world, mine, shared, num_bytes)
     except Exception as error:
         Ending(world.store, world.rank, world.size).by(error)
     if findings is not None:
@@ -419,9 +418,11 @@ def examine_job(sglang_python: Path | None, shared: list[Path], num_bytes: int) 
     return status
 
 
-def _examine(world: World, sglang_python: Path | None, shared: list[Path], num_bytes: int) -> list[Finding] | None:
-    """Returns the findings on rank 0, and None on all other ranks. Collective over: all ranks."""
-    mine = _of_this_node(sglang_python, shared) if world.local_rank == 0 else []
+def _examine(world: World, mine: list[Finding], shared: list[Path], num_bytes: int) -> list[Finding] | None:
+    """Returns the findings on rank 0, and None on all other ranks. `mine` has those about this node alone.
+
+    Collective over: all ranks.
+    """
     board = NodeBoard(world, "findings")
     if board.speaks:
         board.say([asdict(finding) for finding in mine])
@@ -438,10 +439,3 @@ def _examine(world: World, sglang_python: Path | None, shared: list[Path], num_b
     for folder, by_node in storages.items():
         findings += of_storage(str(folder), by_node or [], nodes)
     return [*findings, *of_links(links, nodes)]
-
-
-def _of_this_node(sglang_python: Path | None, shared: list[Path]) -> list[Finding]:
-    found = [*what_is_installed(sglang_python), *what_is_allowed(shared)]
-    if not any(finding.state == MISSING for finding in found):
-        found += paths_taken()
-    return found

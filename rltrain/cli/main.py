@@ -57,7 +57,9 @@ SUBCOMMANDS = {
     "evaluate": Subcommand("rltrain.cli.evaluate", "evaluate a checkpoint", starts_ranks="always", takes_keys=True),
     "serve": Subcommand("rltrain.cli.serve", "serve a checkpoint over HTTP"),
     "report": Subcommand("rltrain.cli.report", "write a report page and a trace of a run"),
-    "doctor": Subcommand("rltrain.cli.doctor", "check machines, packages and network links", starts_ranks="if asked"),
+    "doctor": Subcommand(
+        "rltrain.cli.doctor", "check machines, packages, links and servers", starts_ranks="if asked", takes_keys=True
+    ),
     "make-quickstart": Subcommand("rltrain.cli.quickstart", "write a tiny model and training problems"),
     "schema": Subcommand("rltrain.config.key_reference", "print the JSON schema of config files"),
     "completion": Subcommand("rltrain.cli.completion", "print completion for bash, zsh or fish"),

@@ -323,11 +323,15 @@ function startSamples(samples) {
     if (sample.length !== undefined) element("span", top, sample.length + " tokens");
     const [low, high] = [sample.policy_version_min, sample.policy_version_max];
     if (low !== undefined) element("span", top, low === high || high === undefined ? "policy " + low : `policy ${low} to ${high}`);
-    for (const image of sample.images ?? []) element("img", top, undefined, { src: image, alt: "image of the prompt" });
     const said = sample.turns ?? [["response", sample.response]];
-    const prompts = [["prompt", sample.prompt], ["prompt as the model is shown it", sample.rendered_prompt]];
-    for (const [who, text] of [...prompts, ...said, ["label", sample.label]])
-      if (text !== undefined) { element("h3", made, who); element("pre", made, text); }
+    const prompts = [["prompt", sample.prompt, sample.images], ["prompt as the model is shown it", sample.rendered_prompt]];
+    for (const [who, text, images] of [...prompts, ...said, ["label", sample.label]]) {
+      if (text === undefined) continue;
+      element("h3", made, who);
+      element("pre", made, text);
+      const shown = images?.length ? element("div", made, undefined, { class: "images" }) : undefined;
+      for (const image of images ?? []) element("img", shown, undefined, { src: image, alt: "image of the " + who });
+    }
   }
   let shown = PAGE;
   function fill() {

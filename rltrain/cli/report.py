@@ -305,19 +305,24 @@ def shortened(sample: Record) -> Record:
         if key in shown:
             shown[key] = _cut(shown[key] if isinstance(shown[key], str) else json.dumps(shown[key], ensure_ascii=False))
     if "images" in shown:
-        shown["images"] = [image for image in shown["images"] if str(image).startswith("data:image/jpeg;base64,")]
+        shown["images"] = _small_copies(shown["images"])
     if sample.get("turns"):
         shown["turns"] = [*_conversation(sample["turns"])]
     return shown
 
 
-def _conversation(turns: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """Yields (speaker, text) for each message in order."""
+def _conversation(turns: Sequence[Record]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields (speaker, text, small copies of images) for each message in order."""
     for number, turn in enumerate(turns, 1):
         reward = f", reward {turn['reward']:g}" if turn.get("reward") else ""
-        yield f"turn {number}{reward}", _cut(str(turn["message"].get("content") or ""))
+        yield f"turn {number}{reward}", _cut(str(turn["message"].get("content") or "")), []
         for reply in turn["replies"]:
-            yield "environment", _cut(str(reply.get("content") or ""))
+            yield "environment", _cut(str(reply.get("content") or "")), _small_copies(reply.get("images", ()))
+
+
+def _small_copies(images: Iterable[Any]) -> list[str]:
+    """Returns the images that are in the page itself. Nothing else may be loaded."""
+    return [image for image in images if str(image).startswith("data:image/jpeg;base64,")]
 
 
 def _cut(text: str) -> str:

@@ -136,6 +136,9 @@ class VisionSettings(Section):
     """Most patches of images to encode at a time, in training and in engines. A larger image is encoded alone."""
     engine_cache_gb: NonNegative = 0.5
     """Memory of an embedded engine for the features of earlier images, in GB of 10^9 bytes."""
+    training_cache_gb: NonNegative = 1.0
+    """Host memory of a rank for the features of earlier images in training, in GB of 10^9 bytes. A trained tower has
+    none."""
 
 
 class Recompute(Section):

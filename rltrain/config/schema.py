@@ -422,6 +422,16 @@ class Config(Section):
         """Returns whether engines of `role` keep the actor's adapters separate from the base."""
         return role == "rollout" and self.model.lora is not None and self.weight_sync.adapters == "apart"
 
+    def freezes_tower_of(self, role: str) -> bool:
+        """Returns whether a trained role's model has a vision tower that training does not change."""
+        vision, lora = self.model.vision, self.lora_of(role)
+        return vision is not None and not (lora.vision if lora else vision.train)
+
+    @property
+    def freezes_tower(self) -> bool:
+        """Whether training does not change the policy's vision tower."""
+        return self.freezes_tower_of("actor")
+
     def fsdp_of(self, role: str) -> Fsdp:
         """Returns the sharding settings of a role's model for backend fsdp."""
         own: Fsdp | None = getattr(getattr(self, role, None), "fsdp", None)

@@ -197,14 +197,28 @@ def _size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if _orientation(image) in SWAPPED else (height, width)
 
 
-def thumbnail(source: ImageSource, most_pixels: int = 96) -> str:
-    """Returns a small copy of the image as a data URL of a JPEG file. Neither side has more than `most_pixels`. Raises
-    DataError."""
-    file = io.BytesIO()
+# Small copies for users.
+
+THUMBNAIL_PIXELS = 96
+"""The largest height and width of a small copy."""
+
+
+def thumbnail(source: ImageSource) -> str:
+    """Returns a small copy of the image as a data URL of a JPEG file. Raises DataError."""
     with _opened(source) as image:
-        small = image.convert("RGB")
-        small.thumbnail((most_pixels, most_pixels))
-        small.save(file, "JPEG", quality=70)
+        return _small_copy(image)
+
+
+def thumbnail_of_pixels(pixels: NDArray[np.uint8]) -> str:
+    """Returns a small copy of the first frame of pixels [frames, height, width, 3], like `thumbnail`."""
+    return _small_copy(Image.fromarray(pixels[0]))
+
+
+def _small_copy(image: Image.Image) -> str:
+    file = io.BytesIO()
+    small = image.convert("RGB")
+    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    small.save(file, "JPEG", quality=70)
     return f"{DATA_URL}image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import importlib.metadata
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -384,7 +385,7 @@ class DiskUpdate(Body):
 
 
 async def model_info(service: Service, control: Reloads, request: Request) -> Response:
-    """GET /model_info: returns the checkpoint, its version and the supported delta format."""
+    """GET /model_info: returns the checkpoint, its version, the supported delta format and the release of rltrain."""
     require_owner(service, request)
     return JSONResponse(_info(control))
 
@@ -400,8 +401,17 @@ async def update_weights_from_disk(service: Service, control: Reloads, request: 
     return JSONResponse({"success": True, "message": f"serves {asked.model_path}", **_info(control)})
 
 
+def _release() -> str | None:
+    """Returns the release of rltrain, or None in a checkout that was not installed."""
+    try:
+        return importlib.metadata.version("rltrain")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _info(control: Reloads) -> dict[str, Any]:
     return {
+        "version": _release(),
         "model_path": str(control.checkpoint),
         "weight_version": control.label(),
         form.FORMAT_KEY: form.FORMAT,

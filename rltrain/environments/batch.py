@@ -159,6 +159,10 @@ class EnvironmentFactory:
     """The folder of a checkpoint with the model's tokenizer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The run's sampling parameters, in SGLang's names."""
+    batch_size: int = 1
+    """env.batch_size: most episodes of a batch."""
+    gpus: Sequence[str] = ()
+    """The GPUs for CUDA_VISIBLE_DEVICES of the processes. Empty leaves it as it is."""
 
     def as_message(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,12 +1,16 @@
 """Gymnasium's environments, single or vectorised, with observations as text or images and actions as text."""
 
+import gc
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from math import prod
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any
 
 from rltrain.environments.batch import EnvironmentFactory
@@ -15,7 +19,7 @@ from rltrain.environments.encoding import BadAnswer
 from rltrain.environments.image_urls import image_url, is_image
 from rltrain.environments.interface import Action, Environment, Message, Opening, Row, StepResult
 from rltrain.environments.one_by_one import one_by_one
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, one_of
 from rltrain.rewards.locating import locate
 
 # Observations as text. Spaces are recognised by their attributes.
@@ -79,18 +83,53 @@ class Shown:
 
 
 def is_of_pixels(space: Any) -> bool:
-    """Returns whether the observations of a space are images: uint8 of shape [height, width, 3]."""
+    """Returns whether the observations of a space, or an array, are images: uint8 of shape [height, width, 3]."""
     shape = [*(getattr(space, "shape", None) or ())]
     return str(getattr(space, "dtype", "")) == "uint8" and len(shape) == 3 and shape[2] == 3
 
 
-def text_beside(observation: Any) -> str:
-    """Returns the text for an observation whose drawing is shown: texts, and the single values of a mapping."""
-    if isinstance(observation, str):
-        return observation
-    if not isinstance(observation, Mapping):
-        return ""
-    return observation_text({name: value for name, value in observation.items() if not getattr(value, "shape", ())})
+def is_single(value: Any, batch_axes: int) -> bool:
+    """Returns whether the value is a text or a number, or a batch of them with one axis."""
+    if isinstance(value, tuple):
+        return all(is_single(one, batch_axes) for one in value)
+    return len(getattr(value, "shape", ())) <= batch_axes
+
+
+def beside_drawing(observation: Any, batch_axes: int) -> Any:
+    """Returns the texts and single values of an observation, or of a batch with one axis. None if there are none."""
+    if isinstance(observation, Mapping):
+        single = {
+            name: beside_drawing(value, batch_axes) if isinstance(value, Mapping) else value
+            for name, value in observation.items()
+            if isinstance(value, Mapping) or is_single(value, batch_axes)
+        }
+        return {name: value for name, value in single.items() if value is not None} or None
+    is_text = isinstance(observation, str | tuple) and all(isinstance(one, str) for one in observation)
+    return observation if is_text else None
+
+
+def entry_at(observation: Any, path: str) -> Any:
+    """Returns the entry of nested mappings at a path such as "sensor_data.base_camera.rgb"."""
+    return reduce(getitem, path.split("."), observation)
+
+
+def entries_of(space: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields path and space of each entry of a space of mappings. The path of any other space is empty."""
+    within = getattr(space, "spaces", None)
+    if not isinstance(within, Mapping):
+        yield path, space
+        return
+    for name, of_value in within.items():
+        yield from entries_of(of_value, f"{path}.{name}" if path else name)
+
+
+def on_host(value: Any) -> Any:
+    """Returns the value with arrays of numpy instead of tensors. Each tensor is copied once from its device."""
+    if isinstance(value, Mapping):
+        return {name: on_host(held) for name, held in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(on_host, value))
+    return value.cpu().numpy() if hasattr(value, "cpu") else value
 
 
 # Texts as actions.
@@ -165,7 +204,21 @@ SEEDS_EACH = ("sync", "async")
 """Vectorisations with a seed per episode. A custom vector environment takes one seed for all."""
 DRAWING = "rgb_array"
 """Gymnasium's name for drawings in pixels."""
-OPTIONS = ("make", "vectorization", "render", "frames", "action_chunk", "parse", "action_names", "on_invalid")
+ENTRY_POINT = "vector_entry_point"
+"""Gymnasium's name for an environment's own vector environment."""
+SYMBOLS_BELOW = 32
+"""Arrays with fewer rows or columns may be symbols in cells. Larger ones are images, too long as text."""
+OPTIONS = (
+    "make",
+    "vectorization",
+    "render",
+    "entries",
+    "frames",
+    "action_chunk",
+    "parse",
+    "action_names",
+    "on_invalid",
+)
 
 
 def recognises(thing: Any) -> bool:
@@ -207,9 +260,34 @@ def registered(factory: EnvironmentFactory) -> Callable[[], Environment]:
     options = TurnOptions(factory)
 
     def make_vector(num_envs: int) -> Any:
-        return gymnasium.make_vec(name, num_envs, vectorization_mode=vectorization, **options.arguments)
+        return vector_environment(name, num_envs, vectorization, options.arguments)
 
-    return lambda: VectorGymnasium(make_vector, options, seeds_each=vectorization in SEEDS_EACH)
+    return lambda: VectorGymnasium(
+        make_vector, options, seeds_each=vectorization in SEEDS_EACH, num_envs=factory.batch_size
+    )
+
+
+def vector_environment(name: str, num_envs: int, vectorization: str, arguments: Mapping[str, Any]) -> Any:
+    """Returns a vector environment of a registered environment.
+
+    Gymnasium refuses vector entry points of environments that are registered with wrappers, such as ManiSkill's. Those
+    that apply the wrappers themselves are used all the same. The others raise ConfigError.
+    """
+    import gymnasium
+
+    spec = copy(gymnasium.spec(name))
+    wrappers = [wrapper.entry_point for wrapper in spec.additional_wrappers]
+    if vectorization == ENTRY_POINT:
+        spec.additional_wrappers = ()
+    environment = gymnasium.make_vec(spec, num_envs, vectorization_mode=vectorization, **arguments)
+    if vectorization == ENTRY_POINT:
+        applied = [wrapper.entry_point for wrapper in getattr(environment.spec, "additional_wrappers", ())]
+        if missing := sorted({*wrappers} - {*applied}):
+            raise ConfigError(
+                f"env.options.vectorization: the vector_entry_point of {name} does not apply {', '.join(missing)}, "
+                "which it is registered with; set env.options.vectorization to sync or async"
+            )
+    return environment
 
 
 class TurnOptions:
@@ -218,6 +296,8 @@ class TurnOptions:
     - render: "rgb_array" shows the environment's drawing. Any other value names a function (observation) -> text or
       image. By default an environment's text drawing is shown, or its observation: as an image if it is one, else its
       numbers.
+    - entries: paths of the entries of a dict observation to show, such as sensor_data.base_camera.rgb. Images are shown
+      as such, and others as text.
     - frames: most images of a turn, those of its last steps (default 1).
     - action_chunk: most actions of a turn (default 1). They are stepped in order until the episode is done.
     - parse: the name of a function (text) -> action, or None if there is no action. With action_chunk it returns a list
@@ -234,6 +314,9 @@ class TurnOptions:
         self.make: Mapping[str, Any] = options.get("make") or {}
         self.names: Sequence[str] = options.get("action_names") or ()
         self.render = None if self.draws else _function(options, "render")
+        self.entries = _paths(options, "entries")
+        if self.entries and self.render is not None:
+            raise ConfigError("env.options has render and entries; expected one, as the function chooses what is shown")
         self.parse = _function(options, "parse")
         self.action_chunk, self.frames = _count(options, "action_chunk"), _count(options, "frames")
         if self.frames > self.action_chunk:
@@ -258,6 +341,24 @@ class TurnOptions:
                 f"{DRAWING} among its render_modes, or a function (observation) -> image"
             )
 
+    def require_entries(self, space: Any) -> None:
+        """Raises ConfigError if observations lack an entry of `entries`, or have images that would become text."""
+        known = dict(entries_of(space))
+        for path in self.entries:
+            if path not in known:
+                raise ConfigError(
+                    f"env.options.entries: {path!r} is no entry of the observations; expected "
+                    f"{one_of(path, filter(None, known)) if any(known) else f'a space of dicts, but it is {space}'}"
+                )
+        if self.entries or self.draws or self.render is not None:
+            return
+        for path, of_value in known.items():
+            if path and is_of_pixels(of_value) and min(of_value.shape[:2]) >= SYMBOLS_BELOW:
+                raise ConfigError(
+                    f"env.options: the observations have an image at {path}, which is too long as text; set "
+                    f"env.options.entries to the entries to show, such as [{path}]"
+                )
+
     def first(self, row: Row, shown: Shown, action_space: Any) -> Opening:
         """Returns the row's prompt with the observation. Without a prompt, a description of the actions follows the
         observation."""
@@ -271,16 +372,26 @@ class TurnOptions:
     def help(self, action_space: Any) -> str:
         return action_help(action_space, self.names, self.action_chunk)
 
-    def shown(self, observation: Any, space: Any, drawing: Callable[[], Any]) -> Shown:
+    def needed(self, observation: Any, batch_axes: int = 0) -> Any:
+        """Returns what `shown` needs of an observation, or of a batch with one axis."""
+        if self.entries:
+            return {path: entry_at(observation, path) for path in self.entries}
+        return beside_drawing(observation, batch_axes) if self.draws else observation
+
+    def shown(self, needed: Any, space: Any, drawing: Callable[[], Any]) -> Shown:
         """Returns the part of an observation that the model sees. `space` is that of observations."""
-        if self.draws:
-            return Shown(text_beside(observation), (image_url(drawing()),))
         if self.render is not None:
-            rendered = self.render(observation)
+            rendered = self.render(needed)
             return Shown("", (image_url(rendered),)) if is_image(rendered) else Shown(str(rendered))
+        if self.draws or self.entries:
+            images = [drawing()] if self.draws else []
+            if isinstance(needed, Mapping):
+                images += filter(is_of_pixels, needed.values())
+                needed = {path: value for path, value in needed.items() if not is_of_pixels(value)}
+            return Shown("" if needed is None else observation_text(needed), tuple(map(image_url, images)))
         if is_of_pixels(space):
-            return Shown("", (image_url(observation),))
-        return Shown(observation_text(observation))
+            return Shown("", (image_url(needed),))
+        return Shown(observation_text(needed))
 
     def parser(self, action_space: Any) -> Callable[[str], Sequence[Any] | None]:
         """Returns the function from a text to its actions, in order. It returns None if there is none."""
@@ -306,6 +417,13 @@ def _count(options: Mapping[str, Any], key: str) -> int:
     return count
 
 
+def _paths(options: Mapping[str, Any], key: str) -> Sequence[str]:
+    paths = options.get(key) or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"env.options.{key} is {paths!r}; expected a list of paths such as camera.rgb")
+    return paths
+
+
 def last_frames(shown: Sequence[Shown]) -> Shown:
     """Returns the observation after several steps: the images of all, and the text of the last."""
     return Shown(shown[-1].text, tuple(image for one in shown for image in one.images))
@@ -313,6 +431,15 @@ def last_frames(shown: Sequence[Shown]) -> Shown:
 
 def _function(options: Mapping[str, Any], key: str) -> Callable[[Any], Any] | None:
     return None if options.get(key) is None else locate(options[key], f"env.options.{key}")
+
+
+def refuse_batches(*environments: Any) -> None:
+    """Raises ConfigError if an environment for one episode steps a batch of them, as ManiSkill's do."""
+    if any(getattr(getattr(one, "unwrapped", None), "num_envs", None) is not None for one in environments):
+        raise ConfigError(
+            "env.options.vectorization: this environment steps a batch of episodes by itself; set "
+            f"env.options.vectorization to {ENTRY_POINT}, and env.batch_size to the number of episodes"
+        )
 
 
 def seed_of(row: Row, seed: int) -> int:
@@ -326,7 +453,9 @@ class GymnasiumEpisode:
     def __init__(self, build: Build, options: TurnOptions) -> None:
         self.options = options
         self.environment = build(**options.arguments)
+        refuse_batches(self.environment)
         options.require_drawing(self.environment)
+        options.require_entries(self._space)
         if "render_mode" not in options.arguments and options.render is None and self._draws_text:
             self.environment.close()
             self.environment = build(**options.make, render_mode="ansi")
@@ -362,30 +491,43 @@ class GymnasiumEpisode:
     def _shown(self, observation: Any) -> Shown:
         if getattr(self.environment, "render_mode", None) == "ansi" and self.options.render is None:
             return Shown(without_colours(self.environment.render()))
-        return self.options.shown(observation, self._space, lambda: self.environment.render())
+        needed = self.options.needed(observation)
+        return self.options.shown(needed, self._space, lambda: self.environment.render())
 
     def close(self) -> None:
         self.environment.close()
 
 
 class VectorGymnasium:
-    """A batch in a vector environment of the same size. Finished episodes are stepped with any action, as Gymnasium
-    requires, and their results are ignored. Unless `seeds_each`, the first seed is used for all."""
+    """A batch in a vector environment of at least its size. Finished episodes and those that no row needs are stepped
+    with any action, as Gymnasium requires, and their results are ignored.
 
-    def __init__(self, make: Callable[[int], Any], options: TurnOptions, *, seeds_each: bool) -> None:
+    With `seeds_each` one reset takes all seeds. ManiSkill's episodes are reset one after the other, because a reset of
+    several draws all of their beginnings from one seed. For other environments the first seed is used for all.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Any], options: TurnOptions, *, seeds_each: bool, num_envs: int = 1
+    ) -> None:
         self.make = make
         self.options = options
         self.seeds_each = seeds_each
-        self.environment = make(1)
+        self.environment: Any
+        self.live: set[int] = set()
+        """Episodes that have begun and not ended."""
+        self._build(num_envs)
+        refuse_batches(*getattr(self.environment, "envs", ()))
         options.require_drawing(self.environment)
+        options.require_entries(getattr(self.environment, "single_observation_space", None))
         self.parse = options.parser(self.environment.single_action_space)
 
     def reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> Sequence[Opening]:
-        if self.environment.num_envs != len(rows):
+        if self.num_envs < len(rows):
             self.environment.close()
-            self.environment = self.make(len(rows))
+            self._build(len(rows))
         own_seeds = [seed_of(row, seed) for row, seed in zip(rows, seeds, strict=True)]
-        observations, _ = self.environment.reset(seed=own_seeds if self.seeds_each else own_seeds[0])
+        observations = self._reset(own_seeds)
+        self.live = {*range(len(rows))}
         space = self.environment.single_action_space
         shown = self._shown(observations, range(len(rows)))
         return [self.options.first(row, shown[index], space) for index, row in enumerate(rows)]
@@ -396,50 +538,138 @@ class VectorGymnasium:
         results = {index: StepResult(done=True, info={"invalid_actions": 1}) for index in chosen.keys() - playing}
         totals = dict.fromkeys(playing, 0.0)
         seen: dict[int, list[Shown]] = {index: [] for index in playing}
+        infos: dict[int, Mapping[str, Any]] = {}
         for number in range(self.options.action_chunk):
             if not playing:
                 break
-            stepped = {index: taken[number] for index, taken in playing.items()}
-            observations, rewards, terminated, truncated, _ = self.environment.step(self._stacked(stepped, actions))
-            for index in stepped:
+            stepped = self._stacked({index: taken[number] for index, taken in playing.items()})
+            observations, *ends, info = self.environment.step(stepped)
+            rewards, terminated, truncated = on_host(tuple(ends))
+            infos = _infos_of_each(info, self.num_envs, playing)
+            for index in [*playing]:
                 totals[index] += float(rewards[index])
                 if terminated[index] or truncated[index]:
-                    results[index] = StepResult(reward=totals[index], done=True, info={"invalid_actions": 0})
+                    results[index] = StepResult(reward=totals[index], done=True, info=infos[index])
                     del playing[index]
-            if number >= self.options.action_chunk - self.options.frames:
+            if playing and number >= self.options.action_chunk - self.options.frames:
                 for index, shown in self._shown(observations, playing).items():
                     seen[index].append(shown)
         for index in playing:
             after = last_frames(seen[index]).as_observation()
-            results[index] = StepResult(after, totals[index], False, {"invalid_actions": 0})
+            results[index] = StepResult(after, totals[index], False, infos[index])
+        self.live = {*playing}
         return [results.get(index) for index in range(len(actions))]
 
-    def _stacked(self, stepped: Mapping[int, Any], actions: Sequence[Action | None]) -> Any:
+    def offload(self) -> None:
+        """Closes the environment and frees its memory, unless an episode goes on."""
+        if self.live or self.environment is None:
+            return
+        self.environment.close()
+        self.environment = None
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Builds the environment again, if it was offloaded."""
+        if self.environment is None:
+            self._build(self.num_envs)
+
+    def close(self) -> None:
+        if self.environment is not None:
+            self.environment.close()
+
+    def _build(self, num_envs: int) -> None:
+        self.environment, self.num_envs = self.make(num_envs), num_envs
+        if self._resets_apart:
+            self.environment.auto_reset = False  # a batch is reset as a whole, and a reset draws every episode again
+
+    @property
+    def _resets_apart(self) -> bool:
+        """Whether the vector environment is ManiSkill's: it resets the episodes of reset's option `env_idx`."""
+        return hasattr(self.environment, "auto_reset") and hasattr(self.environment, "base_env")
+
+    def _reset(self, seeds: Sequence[int]) -> Any:
+        """Begins an episode for each seed. Returns the observations of all, in which the first are theirs."""
+        if not self._resets_apart:
+            every = [*seeds, *[seeds[-1]] * (self.num_envs - len(seeds))]
+            observations, _ = self.environment.reset(seed=every if self.seeds_each else seeds[0])
+            return observations
+        import torch
+
+        observations = None
+        for index, seed in enumerate(seeds):
+            selected = torch.tensor([index], device=self.environment.device)
+            observations, _ = self.environment.reset(seed=[seed] * self.num_envs, options={"env_idx": selected})
+        return observations
+
+    def _stacked(self, stepped: Mapping[int, Any]) -> Any:
         """Returns an action for each episode: any action for those that do not step."""
         import numpy as np
 
         space = self.environment.single_action_space
         any_action = space.sample() if not hasattr(space, "n") else int(getattr(space, "start", 0))
-        return np.stack([stepped.get(index, any_action) for index in range(len(actions))])
+        return np.stack([stepped.get(index, any_action) for index in range(self.num_envs)])
 
     def _shown(self, observations: Any, indices: Iterable[int]) -> dict[int, Shown]:
         """Returns the observations of some episodes. All are drawn at once, if they are drawn."""
-        drawings = self.environment.render() if self.options.draws else ()
+        drawings = self._drawings() if self.options.draws else ()
         space = getattr(self.environment, "single_observation_space", None)
+        needed = on_host(self.options.needed(observations, batch_axes=1))
+        spaces = SimpleNamespace(spaces=dict(entries_of(space))) if self.options.entries else space
         found = {}
         for index in indices:
-            found[index] = self.options.shown(
-                _of_one(observations, space, index), space, partial(getitem, drawings, index)
-            )
+            drawing = partial(getitem, drawings, index)
+            found[index] = self.options.shown(_of_one(needed, spaces, index), space, drawing)
         return found
 
-    def close(self) -> None:
-        self.environment.close()
+    def _drawings(self) -> Any:
+        """Returns the drawings of all episodes, in order."""
+        drawings = on_host(self.environment.render())
+        if drawings is None or len(drawings) != self.num_envs:
+            raise BadAnswer(
+                f"render() of the vector environment returned {type(drawings).__name__}; expected a drawing for each "
+                f"of its {self.num_envs} episodes, as env.options.render is {DRAWING}"
+            )
+        return drawings
+
+
+def _infos_of_each(infos: Mapping[str, Any], num_envs: int, indices: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+    """Returns the numbers in `infos` for some episodes of a vector environment.
+
+    A mask with a leading underscore tells which episodes have a number. If a step has reset an episode, those of its
+    end are in "final_info".
+    """
+    now, last = _per_episode(infos, num_envs), infos.get("final_info")
+    at_end = _per_episode(last, num_envs) if isinstance(last, Mapping) else {}
+    has_ended = now.get("_final_info")
+    each: dict[int, Mapping[str, Any]] = {}
+    for index in indices:
+        is_over = has_ended is not None and has_ended[index]
+        each[index] = {"invalid_actions": 0, **_numbers_at(at_end if is_over else now, index)}
+    return each
+
+
+def _numbers_at(told: Mapping[str, Any], index: int) -> dict[str, float]:
+    numbers = {}
+    for name, values in told.items():
+        mask = told.get(f"_{name}")
+        if not name.startswith("_") and values.dtype.kind in "biuf" and (mask is None or mask[index]):
+            numbers[name] = float(values[index])
+    return numbers
+
+
+def _per_episode(infos: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
+    """Returns the arrays of infos with one value for each episode, on the host."""
+    return {name: on_host(value) for name, value in infos.items() if getattr(value, "shape", None) == (num_envs,)}
 
 
 def _of_one(observations: Any, space: Any, index: int) -> Any:
     """Returns the observation of one episode. `space` is that of a single observation."""
     within = getattr(space, "spaces", None)
+    if observations is None:
+        return None
     if isinstance(observations, Mapping):
         return {name: _of_one(value, (within or {}).get(name), index) for name, value in observations.items()}
     if isinstance(observations, tuple) and within is not None:

@@ -281,6 +281,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Seconds between two checks of silent processes."""
+GATHER_S = 0.05
+"""Seconds without a new episode before an incomplete batch starts. Engines send the episodes of a task one by one."""
 CLOSE_S = 5.0
 """Seconds for all environments to close before their processes are killed."""
 MAX_LOGGED_FAILURES = 10
@@ -292,8 +294,9 @@ class EnvironmentHost:
     """Runs the episodes of one rank. Only one thread may use it, and that thread must live as long as the host.
 
     `begin` begins an episode, `act` sends the model's action, and `events` returns the results. None of them blocks. Up
-    to `batch_size` consecutive episodes share an environment. They step once all unfinished ones have acted. `events`,
-    `wait` and `flush` start incomplete batches. A batch runs in the process with the fewest episodes and stays there.
+    to `batch_size` consecutive episodes share an environment. They step once all unfinished ones have acted. `events`
+    and `wait` start an incomplete batch after GATHER_S, and `flush` at once. A batch runs in the process with the
+    fewest episodes and stays there.
 
     `describe`, `events` and `wait` raise ConfigError if env.function cannot be used. `on_event` is called at every
     received event.
@@ -318,6 +321,8 @@ class EnvironmentHost:
         self._loads = [0] * num_workers
         """Number of live episodes per worker."""
         self._begun: list[tuple[int, Row, int]] = []
+        self._last_begun = 0.0
+        """Time of the last `begin`."""
         self._batches: dict[int, EpisodeBatch] = {}
         """Batch of every episode that is not done, or has unread events."""
         self._events: list[EpisodeEvent] = []
@@ -341,6 +346,7 @@ class EnvironmentHost:
         if episode in self._batches or any(episode == number for number, _, _ in self._begun):
             raise ValueError(f"episode {episode} has begun already")
         self._begun.append((episode, row, seed))
+        self._last_begun = time.monotonic()
         if len(self._begun) == self.batch_size:
             self.flush()
 
@@ -370,7 +376,7 @@ class EnvironmentHost:
 
     def events(self) -> list[EpisodeEvent]:
         """Returns the events since the last call."""
-        self.flush()
+        self._gather()
         self._receive(0.0)
         events, self._events = self._events, []
         for event in events:
@@ -380,14 +386,20 @@ class EnvironmentHost:
 
     def wait(self, seconds: float) -> bool:
         """Waits until there is an event, at most `seconds`. Returns whether there is one."""
-        self.flush()
         end = time.monotonic() + seconds
         while not self._events:
             remaining = end - time.monotonic()
-            self._receive(max(remaining, 0.0))
+            self._receive(max(min(remaining, self._gather()), 0.0))
             if remaining <= 0:
                 break
         return bool(self._events)
+
+    def _gather(self) -> float:
+        """Starts an incomplete batch if no episode has begun for GATHER_S. Returns the seconds until it would start."""
+        remaining = self._last_begun + GATHER_S - time.monotonic()
+        if self._begun and remaining <= 0:
+            self.flush()
+        return remaining if self._begun else LOOK_S
 
     def save(self) -> list[SavedBatch]:
         """Returns the state of all episodes for a checkpoint. Empty if the environment cannot save them.

@@ -247,6 +247,8 @@ def main() -> None:
     if not first.endswith(b"\n"):
         return
     factory = EnvironmentFactory(**json.loads(first))
+    if factory.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(factory.gpus)
     try:
         environments = WorkerEnvironments(load_environment(factory))
         description = environments.describe()

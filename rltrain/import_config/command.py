@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rltrain.config.loader import Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
+from rltrain.import_config.sources import FRAMEWORKS, flattened, framework_of, read, translated
 from rltrain.import_config.translation import (
     Leftover,
     RowCounts,
@@ -207,6 +207,7 @@ def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
 # The command line.
 
 UNKNOWN_ROWS = RowCounts()
+VERSION = "--source-version"
 SUFFIXES = (".sh", ".yaml", ".yml", ".json")
 """Suffixes of files. The first word of a command has none of them."""
 SHELLS = ("bash", "sh", "source", ".")
@@ -216,12 +217,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status: 0 for success, 2 for a mistake of the user."""
     _read_source(arguments)
     found = imported(
-        arguments.framework or framework_of(arguments.source, os.environ),
+        arguments.framework or framework_of(arguments.source, _environment(arguments.env)),
         arguments.source,
         rows=RowCounts(arguments.rows, arguments.steps),
         settings=arguments.set,
         allow_differences=arguments.allow_differences,
         gpu=arguments.gpu,
+        variables=arguments.env,
+        version=arguments.source_version,
     )
     text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
     if arguments.output is None:
@@ -239,14 +242,24 @@ def imported(
     settings: Sequence[str] = (),
     allow_differences: bool = False,
     gpu: str | None = None,
+    variables: Sequence[str] = (),
+    version: str | None = None,
 ) -> Translation:
     """Imports a config or a command of `framework`, with memory settings for `gpu` (see `fit_memory`).
+
+    `variables` are values NAME=VALUE of the script's variables. `version` is the framework's version.
 
     Raises ConfigError if the source cannot be read or the result is not a valid config. Keys without counterpart that
     change results raise it too, unless `allow_differences` is set.
     """
     named = FRAMEWORKS[framework]
-    out = translated(named, read(named, source, os.environ), rows)
+    found = read(named, source, _environment(variables))
+    if version is not None:
+        found.keys[VERSION] = version
+    fixed = Source({}, "--set")
+    for text in settings:
+        fixed.override(text)
+    out = translated(named, found, rows, flattened(fixed.data))
     for text in settings:
         own = Source(out.data, "the import")
         own.override(text)
@@ -264,6 +277,14 @@ def imported(
         raise ConfigError(f"the result is not a valid config:\n{problems}\nCorrect it with --set KEY=VALUE") from None
     fit_memory(out, gpu)
     return out
+
+
+def _environment(variables: Sequence[str]) -> dict[str, str]:
+    """Returns the variables of a script: the user's own, and those of --env."""
+    given = dict(text.partition("=")[::2] for text in variables)
+    if unnamed := [text for text in variables if not text.partition("=")[0] or "=" not in text]:
+        raise ConfigError(f"--env {unnamed[0]}: expected NAME=VALUE")
+    return {**os.environ, **given}
 
 
 def _named_file(source: Sequence[str]) -> str | None:
@@ -314,6 +335,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="rows of the training files, to compute steps from epochs")
     parser.add_argument("--steps", type=int, help="steps of the run, instead of those of the source")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of rltrain to set")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script to set"
+    )
+    parser.add_argument("--source-version", metavar="X.Y", help="the version of verl (default: by keys and files)")
     parser.add_argument(
         "--allow-differences", action="store_true", help="import even if keys without counterpart change results"
     )

@@ -37,8 +37,9 @@ def left_over(framework: str) -> str:
     by_reason: dict[str, list[str]] = {}
     for module in modules_of(framework):
         for name in (name for name in vars(module) if name.endswith("HARMLESS")):
-            for pattern, reason in getattr(module, name).items():
-                by_reason.setdefault(reason, []).append(f"`{pattern}`")
+            for pattern, reasons in getattr(module, name).items():
+                for reason in reasons:
+                    by_reason.setdefault(reason, []).append(f"`{pattern}`")
     rows = (f"| {reason} | {', '.join(dict.fromkeys(patterns))} |" for reason, patterns in by_reason.items())
     return "\n".join(["| reason | keys |", "| --- | --- |", *rows])
 

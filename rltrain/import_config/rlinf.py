@@ -3,8 +3,8 @@
 from typing import Any
 
 from rltrain.config.foreign import RLINF
-from rltrain.import_config.seeing_models import column_of, refuse_action_heads, set_vision
-from rltrain.import_config.shared_rules import choose_engine
+from rltrain.import_config.influence import KeyRules, by_pattern, sort_out
+from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_action_heads, set_vision
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
@@ -13,7 +13,6 @@ from rltrain.import_config.translation import (
     Translation,
     UntranslatableError,
     apply,
-    by_pattern,
     count,
     estimator,
     number,
@@ -25,7 +24,6 @@ from rltrain.import_config.translation import (
     set_evaluation,
     set_named,
     set_steps,
-    sort_out,
 )
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
@@ -59,6 +57,7 @@ speed or memory only: actor.* inference.* algorithm.logprob_forward_micro_batch_
     algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
     algorithm.val_rollout_batch_size_per_gpu megatron.*
 processes of the reward: reward.*
+no entropy term: algorithm.entropy_bonus
 no critic: critic.*
 other sampling settings: algorithm.sampling_params.*
 every mini-batch has samples of as many prompts as possible: algorithm.shuffle_rollout
@@ -92,7 +91,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
-    sort_out(keys, HARMLESS, out)
+    sort_out(keys, out, KeyRules(HARMLESS, "rlinf"))
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:

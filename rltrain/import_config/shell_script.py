@@ -1,8 +1,9 @@
 """Finds the commands started by a shell script, and their arguments, without running any program.
 
 A program counts as failed if an `if`, or a command with both `&&` and `||`, checks its exit status. Most such programs
-look for hardware. All other programs count as successful. Unknown output of programs is marked in values
-(`shell_values.UNKNOWN`).
+look for hardware. All other programs count as successful. A check that would end the script with an error counts as
+passed, and the variables that it finds empty as unknown. A loop that waits counts as ended. Unknown output of programs
+is marked in values (`shell_values.UNKNOWN`).
 """
 
 import fnmatch
@@ -16,6 +17,7 @@ from pathlib import Path
 from rltrain.errors import ConfigError
 from rltrain.import_config.shell_parser import (
     Assignment,
+    Block,
     Calculation,
     Case,
     Chain,
@@ -27,7 +29,9 @@ from rltrain.import_config.shell_parser import (
     ShellFunction,
     Simple,
     Test,
+    Variable,
     While,
+    Word,
     parse_script,
 )
 from rltrain.import_config.shell_values import UNKNOWN, Expansion, Variables, calculate, holds, shown, unknown
@@ -37,6 +41,9 @@ MOST_TURNS = 10000
 DEEPEST = 40
 STEP = re.compile(r"([A-Za-z_]\w*)\s*(=|\+=|-=|\*=|\+\+|--)\s*(.*)", re.DOTALL)
 PRINTING = ("echo", "printf", "seq", "basename", "dirname", "pwd", "cat", "cd")
+COUNTED = re.compile(r"echo\s+(\S+)\s*\|\s*tr\s+(?:-s\s+)?['\"],['\"]\s+['\"](?:\\n| )['\"]\s*\|\s*wc\s+-[lw]")
+"""A count of the entries of a list with commas, such as CUDA_VISIBLE_DEVICES."""
+SUM = re.compile(r"expr\s+(.+)")
 IGNORED = ("export", "local", "declare", "readonly", "typeset", "trap", "wait", "shopt", "ulimit")
 BUILT_IN = {"true": True, ":": True, "false": False}
 
@@ -63,6 +70,13 @@ class _LeftError(Exception):
     """Ends the script or one of its functions."""
 
 
+class _LoopLeftError(Exception):
+    """Ends loops, or one turn of a loop (`goes_on`). `levels` are those still to leave."""
+
+    def __init__(self, levels: int, goes_on: bool) -> None:
+        self.levels, self.goes_on = levels, goes_on
+
+
 def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
     """Returns the commands of the script at `path`. Raises ConfigError, with the line, if it cannot be read."""
     try:
@@ -75,7 +89,7 @@ def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, 
 def read_text(text: str, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
     """Returns the commands of a script's text."""
     script = _Script(Variables(dict(environment), arguments, name))
-    with suppress(_LeftError):
+    with suppress(_LeftError, _LoopLeftError):
         script.block(parse_script(text, name))
     script.reading.unset = script.variables.unset
     return script.reading
@@ -90,6 +104,9 @@ class _Script:
         self.printed: list[str] | None = None
         self.folder = ""
         self.turns, self.depth = 0, 0
+        self.checks: list[Block] = []
+        """Conditions of the branches that are being run."""
+        self.loops = 0
 
     def block(self, commands: Iterable[Command]) -> bool | None:
         """Runs commands. Returns whether the last one succeeds, or None if unknown."""
@@ -114,11 +131,36 @@ class _Script:
         if isinstance(command, Group):
             return self.block(command.body)
         if isinstance(command, If):
-            chosen = next((body for condition, body in command.branches if self.asked(condition)), command.otherwise)
-            return self.block(chosen)
+            return self._if(command)
         if isinstance(command, Case):
             return self._case(command)
         return self._loop(command)
+
+    def _if(self, command: If) -> bool | None:
+        asked: Block = ()
+        for condition, body in command.branches:
+            asked += (*condition,)
+            if self.asked(condition):
+                return self.checked(asked, body)
+        return self.checked(asked, command.otherwise)
+
+    def checked(self, conditions: Block, body: Block) -> bool | None:
+        """Runs a branch. It can end the script only without an error."""
+        self.checks.append(conditions)
+        try:
+            return self.block(body)
+        finally:
+            self.checks.pop()
+
+    def passes(self) -> None:
+        """Counts the current check as passed. Variables that it finds empty are unknown from here on."""
+        names = [name for word in _words_of(self.checks[-1]) for name in _names_in(word)]
+        for name in names:
+            if not self.variables.text(name):
+                self.variables.unset.add(name)
+                self.variables.values[name] = unknown(f"${name}")
+        about = f" of {', '.join(dict.fromkeys(names))}" if names else ""
+        self.assume(f"a check{about} that would end the script was assumed to pass")
 
     def asked(self, condition: Iterable[Command]) -> bool:
         status = self.block(condition)
@@ -130,8 +172,10 @@ class _Script:
         status = self.command(chain.first)
         for sign, command in chain.rest:
             known = status if status is not None or asks else sign == "&&" or "|" in operators or "&&" in operators
-            if sign in ("|", "|&") or bool(known) == (sign == "&&"):
+            if sign in ("|", "|&"):
                 status = self.command(command)
+            elif bool(known) == (sign == "&&"):
+                status = self.checked((chain.first,), (command,))
             elif sign == "||" and status is None:
                 status = None
         return status if not chain.negated else None if status is None else not status
@@ -150,21 +194,14 @@ class _Script:
             if any(fnmatch.fnmatchcase(value, self.expansion.text(word, as_pattern=True)) for word in patterns):
                 if UNKNOWN in value:
                     self.assume(f"{shown(value)} was assumed to match none of the named cases")
-                return self.block(body)
+                return self.checked((), body)
         return True
 
     def _loop(self, loop: For | ForCount | While) -> bool | None:
         if isinstance(loop, For):
-            values = self.variables.arguments if loop.words is None else self.expansion.words(loop.words)
-            for value in [*values]:
-                if UNKNOWN in value:
-                    return None
-                self.variables.values[loop.name] = value
-                self.turn()
-                self.block(loop.body)
-            return True
+            return self._each(loop)
         initial, condition, step = loop.header if isinstance(loop, ForCount) else ("", "", "")
-        if isinstance(loop, ForCount):
+        if initial:
             self.step(initial)
         while True:
             if isinstance(loop, ForCount):
@@ -174,14 +211,39 @@ class _Script:
                 goes_on = None if status is None else status != loop.until
             if not goes_on:
                 return True if goes_on is not None else None
-            self.turn()
-            self.block(loop.body)
-            self.step(step)
+            if not self.turn(loop.body):
+                return True
+            if isinstance(loop, While) and _waits(loop.body):
+                self.assume("a loop that waits was assumed to end")
+                return True
+            if step:
+                self.step(step)
 
-    def turn(self) -> None:
+    def _each(self, loop: For) -> bool | None:
+        values = self.variables.arguments if loop.words is None else self.expansion.words(loop.words)
+        for value in [*values]:
+            if UNKNOWN in value:
+                return None
+            self.variables.values[loop.name] = value
+            if not self.turn(loop.body):
+                break
+        return True
+
+    def turn(self, body: Block) -> bool:
+        """Runs one turn of a loop. Returns whether the loop goes on."""
         self.turns += 1
         if self.turns > MOST_TURNS:
             raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} iterations")
+        self.loops += 1
+        try:
+            self.block(body)
+        except _LoopLeftError as left:
+            if left.levels > 1 and self.loops > 1:
+                raise _LoopLeftError(left.levels - 1, left.goes_on) from None
+            return left.goes_on
+        finally:
+            self.loops -= 1
+        return True
 
     def step(self, text: str) -> int | None:
         """Returns the value of an arithmetic expression. It may contain an assignment."""
@@ -223,8 +285,14 @@ class _Script:
             return BUILT_IN[name]
         if name in ("[", "test"):
             return holds(rest[:-1] if name == "[" else rest, self.variables.text)
+        if name == "exit" and rest[:1] not in ([], ["0"]) and self.checks:
+            self.passes()
+            return None
         if name in ("exit", "return"):
             raise _LeftError
+        if name in ("break", "continue") and self.loops:
+            levels = int(rest[0]) if rest and rest[0].isdigit() else 1
+            raise _LoopLeftError(levels, name == "continue")
         if name in self.functions:
             return self._call(name, rest)
         if name in PRINTING:
@@ -266,13 +334,14 @@ class _Script:
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         before, self.variables.arguments = self.variables.arguments, arguments
+        loops, self.loops = self.loops, 0
         self.deeper()
         try:
             return self.command(self.functions[name])
         except _LeftError:
             return True
         finally:
-            self.variables.arguments = before
+            self.variables.arguments, self.loops = before, loops
             self.depth -= 1
 
     def deeper(self) -> None:
@@ -329,6 +398,13 @@ class _Script:
 
     def output(self, text: str) -> str:
         """Returns the output of a substitution."""
+        if (found := COUNTED.fullmatch(text.strip())) or (found := SUM.fullmatch(text.strip())):
+            given = self.expansion.of_string(found[1].strip("\"'"))
+            if found.re is SUM:
+                result = calculate(given, self.variables.text)
+                return unknown(text.strip()) if result is None else str(result)
+            if given and UNKNOWN not in given:
+                return str(given.count(",") + 1)
         inner = _Script(self.variables, self.reading)
         inner.functions, inner.printed, inner.depth = self.functions, [], self.depth + 1
         inner.deeper()
@@ -347,6 +423,39 @@ class _Script:
 
     def assume(self, text: str) -> None:
         self.reading.assumed[text] = None
+
+
+def _words_of(commands: Iterable[Command]) -> Iterable[Word]:
+    """Yields the words of the tests in a condition."""
+    for command in commands:
+        if isinstance(command, Simple | Test):
+            yield from command.words
+        elif isinstance(command, Chain):
+            yield from _words_of((command.first, *(one for _, one in command.rest)))
+
+
+def _names_in(word: Word) -> Iterable[str]:
+    """Yields the names of variables whose whole value is a word of a test."""
+    if len(word) == 1 and isinstance(word[0], Variable):
+        found = re.match(r"[A-Za-z_]\w*", word[0].expression)
+        if found is not None:
+            yield found[0]
+
+
+def _waits(commands: Iterable[Command]) -> bool:
+    """Returns whether commands contain a `sleep`."""
+    return any(map(_sleeps, commands))
+
+
+def _sleeps(command: Command) -> bool:
+    if isinstance(command, Simple):
+        first = command.words[0][0] if command.words and command.words[0] else None
+        return getattr(first, "text", None) == "sleep"
+    if isinstance(command, If):
+        return _waits(command.otherwise) or any(_waits(body) for _, body in command.branches)
+    if isinstance(command, Chain):
+        return _waits((command.first, *(one for _, one in command.rest)))
+    return isinstance(command, Group) and _waits(command.body)
 
 
 def _formatted(rest: list[str]) -> str:

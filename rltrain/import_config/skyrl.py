@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltrain.config.foreign import ENGINE, OPTIMIZER, SKYRL, SKYRL_SFT
-from rltrain.import_config.seeing_models import set_vision
+from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import (
     MEGATRON_SIZES,
     choose_engine,
+    is_named_after_seeing,
     leave_skyrls_prediction_layers,
     megatron_options,
     set_fully_sharded,
     set_megatron_optimizer,
     set_sizes_of_frozen,
+    set_vision,
 )
 from rltrain.import_config.skyrl_learning import (
     ALG,
@@ -38,17 +40,16 @@ from rltrain.import_config.translation import (
     Translation,
     UntranslatableError,
     apply,
-    by_pattern,
     count,
     one_of,
     paths,
     ranks,
     real,
     set_betas,
+    set_context,
     set_evaluation,
     set_mini_batches,
     set_steps,
-    sort_out,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
@@ -56,63 +57,131 @@ from rltrain.import_config.translation import top_k as top_k_of
 # Keys of SkyRL without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
-logs only: trainer.logger trainer.log_* trainer.tags trainer.dump_* trainer.print_* trainer.num_logger_*
-    trainer.enable_ray_* trainer.policy.{record_memory,torch_profiler_config.*}
-    trainer.policy.megatron_config.torch_profiler_config.* generator.eval_sampling_params.logprobs
-    generator.inference_engine.served_model_name generator.inference_engine.engine_init_kwargs.enable_*
-checkpoint files only: trainer.export_path trainer.resume_path
-speed or memory only: trainer.eval_batch_size trainer.micro_* trainer.ref.* trainer.flash_attn
-    trainer.use_expandable_segments trainer.fused_lm_head_* trainer.logprobs_chunk_size trainer.vocab_entropy_*
-    trainer.disable_fast_tokenizer trainer.policy.{use_torch_compile,sequence_parallel_size,inference_only_init}
-    trainer.policy.megatron_config.{optimizer_config_kwargs.*,ddp_config.*}
-    trainer.policy.megatron_config.transformer_config_kwargs.recompute_*
-    trainer.policy.megatron_config.{empty_cuda_cache,moe_grouped_gemm,moe_token_dispatcher_type}
+logs only: trainer.{logger,log_path,log_example_interval,tags,dump_data_batch,dump_eval_results,project_name,run_name}
+    trainer.{print_example_interval,num_logger_train_samples,num_logger_eval_samples,enable_ray_gpu_monitor}
+    trainer.policy.record_memory trainer.policy.torch_profiler_config.* generator.eval_sampling_params.logprobs
+    trainer.policy.megatron_config.torch_profiler_config.* trainer.policy.megatron_config.moe_per_layer_logging
+    generator.inference_engine.{served_model_name,enable_ray_prometheus_stats}
+    generator.inference_engine.engine_init_kwargs.{enable_log_requests,enable_log_outputs,disable_log_stats}
+checkpoint files only: trainer.export_path trainer.hf_save_interval
+resuming does not name a path: trainer.resume_path
+speed or memory only: trainer.{eval_batch_size,micro_train_batch_size_per_gpu,micro_forward_batch_size_per_gpu}
+    trainer.{flash_attn,attn_backend,use_expandable_segments,fused_lm_head_logprob,fused_lm_head_logprob_backend}
+    trainer.{logprobs_chunk_size,vocab_entropy_chunk_size,vocab_entropy_chunk_memory_mb,disable_fast_tokenizer}
+    trainer.{gradient_checkpointing,gradient_checkpointing_use_reentrant,max_tokens_per_microbatch}
+    trainer.{sequence_parallel_backend,policy.use_torch_compile,policy.sequence_parallel_size}
+    trainer.policy.{inference_only_init,optimizer_config.offload_after_step}
+    trainer.policy.megatron_config.optimizer_config_kwargs.{overlap_cpu_optimizer_d2h_h2d,optimizer_offload_fraction}
+    trainer.policy.megatron_config.optimizer_config_kwargs.{use_precision_aware_optimizer,optimizer_cpu_offload}
+    trainer.policy.megatron_config.ddp_config.{overlap_grad_reduce,overlap_param_gather,grad_reduce_in_fp32}
+    trainer.policy.megatron_config.ddp_config.average_in_collective
+    trainer.policy.megatron_config.transformer_config_kwargs.{recompute_granularity,recompute_method}
+    trainer.policy.megatron_config.transformer_config_kwargs.{recompute_num_layers,recompute_modules}
+    trainer.policy.megatron_config.transformer_config_kwargs.gradient_accumulation_fusion
+    trainer.policy.megatron_config.{empty_cuda_cache,moe_grouped_gemm,moe_token_dispatcher_type,moe_router_dtype}
     trainer.fully_async.{clear_kv_cache_on_weight_sync,sample_full_batch} generator.batched generator.async_engine
-    generator.rate_limit.* generator.use_cache_salt generator.enforce_eager generator.enable_*
-    generator.inference_engine.{async_engine,max_num_batched_tokens,enable_prefix_caching}
+    generator.rate_limit.* generator.use_cache_salt generator.enforce_eager generator.enable_prefix_caching
+    generator.enable_chunked_prefill generator.gpu_memory_utilization generator.max_num_batched_tokens
+    generator.inference_engine.{async_engine,max_num_batched_tokens,enable_prefix_caching,gpu_memory_utilization}
     generator.inference_engine.{enable_chunked_prefill,enable_pd,num_prefill,distributed_executor_backend}
-    generator.inference_engine.{use_*,offload_*}
-    generator.inference_engine.engine_init_kwargs.{kv_*,gdn_prefill_backend,kernel_config.*}
-    generator.inference_engine.engine_init_kwargs.{compilation_config*,disable_*} data.*num_workers
+    generator.inference_engine.{enforce_eager,use_expandable_segments,offload_kv_for_weight_sync}
+    generator.inference_engine.{vllm_v1_disable_multiproc,weight_transfer_threshold_cuda_ipc_GB,router_init_kwargs.*}
+    generator.inference_engine.{fully_sharded_loras,override_existing_update_group}
+    generator.inference_engine.engine_init_kwargs.{kv_transfer_config.*,kv_cache_dtype_skip_layers,kv_cache_memory_bytes}
+    generator.inference_engine.engine_init_kwargs.{gdn_prefill_backend,kernel_config.*,compilation_config*}
+    generator.inference_engine.engine_init_kwargs.{disable_custom_all_reduce,disable_mm_preprocessor_cache}
+    generator.inference_engine.engine_init_kwargs.{enable_expert_parallel,attention_backend,disable_hybrid_kv_cache_manager}
+    generator.{vllm_v1_disable_multiproc,override_existing_update_group} data.dataloader.num_workers
+    data.dataloader.persistent_workers trainer.dataloader_num_workers
 always evaluated before the first step: trainer.eval_before_train
-no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.critic_* trainer.algorithm.value_clip
-no reference, or on the policy's ranks: trainer.placement.ref_*
-rewards are functions: trainer.placement.reward_*
-settings of the placement: trainer.placement.colocate_*
+no evaluation: trainer.eval_interval generator.eval_sampling_params.* generator.eval_n_samples_per_prompt
+no critic: trainer.critic_mini_batch_size trainer.critic.* trainer.placement.critic_num_nodes
+    trainer.placement.critic_num_gpus_per_node trainer.algorithm.value_clip trainer.algorithm.lambd
+    trainer.algorithm.value_head_prefix
+no discounts: trainer.algorithm.gamma
+speed or memory only: trainer.critic.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
+    trainer.critic.sequence_parallel_size trainer.critic.optimizer_config.offload_after_step
+no reference: trainer.ref.* trainer.placement.ref_num_nodes trainer.placement.ref_num_gpus_per_node
+speed or memory only: trainer.ref.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
+    trainer.ref.sequence_parallel_size trainer.ref.megatron_config.{tensor_model_parallel_size,moe_grouped_gemm}
+    trainer.ref.megatron_config.{pipeline_model_parallel_size,context_parallel_size,expert_model_parallel_size}
+    trainer.ref.megatron_config.{expert_tensor_parallel_size,moe_token_dispatcher_type,moe_router_dtype}
+    trainer.ref.megatron_config.{empty_cuda_cache,async_dist_ckpt_save,dist_ckpt_optim_fully_reshardable}
+    trainer.ref.megatron_config.torch_profiler_config.* trainer.ref.megatron_config.ddp_config.overlap_grad_reduce
+    trainer.ref.megatron_config.transformer_config_kwargs.{recompute_granularity,recompute_method,recompute_num_layers}
+stages are automatic: trainer.ref.megatron_config.transformer_config_kwargs.num_layers_in_first_pipeline_stage
+    trainer.ref.megatron_config.transformer_config_kwargs.num_layers_in_last_pipeline_stage
+all roles are on the policy's ranks: trainer.placement.{ref_num_nodes,ref_num_gpus_per_node,colocate_policy_ref}
+    trainer.placement.{critic_num_nodes,critic_num_gpus_per_node}
+rewards are functions: trainer.placement.reward_num_nodes trainer.placement.reward_num_gpus_per_node
+settings of the placement: trainer.placement.{colocate_policy_ref,colocate_critic_reward,colocate_all}
 sequences are always packed: trainer.remove_microbatch_padding trainer.use_sample_packing
-model.dtype: trainer.bf16 generator.inference_engine.model_dtype
-settings of FSDP: trainer.policy.fsdp_config.*
-prompts are text: trainer.policy.language_model_only generator.inference_engine.language_model_only
-    generator.inference_engine.engine_init_kwargs.language_model_only
-no adapters, or their storage: trainer.policy.model.lora.*
-stages are automatic: trainer.policy.megatron_config.transformer_config_kwargs.{num_layers_in_*,account_for_*}
+Megatron trains: trainer.policy.fsdp_config.*
+speed or memory only: trainer.policy.fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size,sharding_strategy}
+    trainer.policy.fsdp_config.{wrap_policy.transformer_layer_cls_to_wrap,wrap_policy.min_num_params}
+FSDP trains: trainer.policy.megatron_config.*
+no images: trainer.policy.language_model_only generator.inference_engine.language_model_only
+    generator.inference_engine.engine_init_kwargs.language_model_only trainer.ref.language_model_only
+no adapters: trainer.policy.model.lora.* trainer.policy.megatron_config.lora_config.*
+storage of adapters: trainer.policy.model.lora.{lora_sync_path,max_loras,max_cpu_loras}
+stages are automatic: trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_first_pipeline_stage
+    trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_last_pipeline_stage
+    trainer.policy.megatron_config.transformer_config_kwargs.account_for_loss_in_pipeline_split
+    trainer.policy.megatron_config.transformer_config_kwargs.account_for_embedding_in_pipeline_split
 read from config.json: trainer.policy.megatron_config.{moe_router_score_function,moe_router_enable_expert_bias}
+experts are not balanced: trainer.policy.megatron_config.moe_aux_loss_coeff
 engines always receive merged weights: trainer.policy.megatron_config.lora_config.merge_lora
-layers for speculative decoding only: trainer.policy.megatron_config.mtp_*
-no adapters: trainer.policy.megatron_config.lora_config.*
-checkpoint files only: trainer.policy.megatron_config.{*_async_*,dist_ckpt_*}
+layers for speculative decoding only: trainer.policy.megatron_config.{mtp_loss_chunk_size,mtp_loss_topk}
+    trainer.policy.megatron_config.{mtp_loss_weight,mtp_num_layers} trainer.mtp.loss_weight
+    trainer.mtp.num_speculative_tokens
+checkpoint files only: trainer.policy.megatron_config.{async_dist_ckpt_save,async_dist_ckpt_strategy}
+    trainer.policy.megatron_config.{async_save_prestage_to_cpu,dist_ckpt_optim_fully_reshardable}
+    trainer.policy.megatron_config.hf_export_config.{distributed_save,save_every_n_ranks}
+not asynchronous: trainer.fully_async.{max_staleness_steps,num_parallel_generation_workers}
 engines take prompts when they are free: trainer.fully_async.num_parallel_generation_workers
-not asynchronous: trainer.fully_async.max_staleness_steps
 only for policy_loss_type dual_clip: trainer.algorithm.clip_ratio_c
+a loss without the clip: trainer.algorithm.{eps_clip_low,eps_clip_high}
+bounds of the loss itself: trainer.algorithm.{eps_clip_low,eps_clip_high}
 no penalty for long responses: trainer.algorithm.overlong_buffer_penalty_factor
-no penalty: trainer.algorithm.{kl_loss_coef,kl_estimator_type}
+no penalty: trainer.algorithm.{kl_loss_coef,kl_estimator_type,use_kl_loss,use_kl_in_reward}
+no penalty in the reward: trainer.algorithm.kl_ctrl.*
 no entropy term: trainer.algorithm.entropy_loss_coef
 sums are divided by the longest response: trainer.algorithm.max_seq_len
-no selection of groups: trainer.algorithm.dynamic_sampling.*
-settings of other policy losses: trainer.algorithm.{cispo.*,kl_cov.*}
+no selection of groups: trainer.algorithm.dynamic_sampling.{max_sample_batches,min_replace_ratio}
+only for replacing groups: trainer.algorithm.dynamic_sampling.min_replace_ratio
+advantages without a deviation: trainer.algorithm.grpo_norm_by_std
+not the loss cispo: trainer.algorithm.cispo.*
+not the loss kl_cov: trainer.algorithm.kl_cov.*
+not the loss clip_cov: trainer.algorithm.clip_cov.*
+not the loss dppo: trainer.algorithm.dppo.*
+not the loss sapo: trainer.algorithm.sapo.*
+no correction of weights: trainer.algorithm.tis_imp_ratio_cap trainer.algorithm.off_policy_correction.*
+settings of other corrections: trainer.algorithm.off_policy_correction.*
 only for several turns: generator.max_input_length
 ids are kept and never encoded again: generator.use_conversation_multi_turn
 ids are those of the engine: generator.append_eos_token_after_stop_str_in_multi_turn
 conversations are one sequence if possible: generator.step_wise_trajectories generator.merge_stepwise_output
 engines always return them: generator.sampling_params.logprobs
 the same as in training: generator.eval_sampling_params.stop
-rltrain has its own weight sync: generator.weight_sync_backend
-    generator.inference_engine.{weight_sync_backend,delta_weight_sync.*}
+rltrain has its own weight sync: generator.weight_sync_backend generator.inference_engine.weight_sync_backend
+    generator.inference_engine.delta_weight_sync.*
 speculative decoding has the same distribution: generator.inference_engine.speculative_config*
-engines belong to the job: generator.inference_engine.external_*
-rollout.max_context_tokens: generator.inference_engine.engine_init_kwargs.max_model_len
+an engine has one rank: generator.inference_engine.expert_parallel_size
+steps are given: trainer.epochs trainer.max_training_steps
 settings of other environments: environment.skyrl_gym.*
-choice of the trainer: -m
+the program is asynchronous: trainer.fully_async.enabled
+mathematics, as for the default: environment.env_class
+the model's name says that it sees: generator.vision_language_generator
+engines here serve the same model: generator.inference_engine.backend generator.backend
+the run ends by its epochs: trainer.max_training_steps
+weights are not rounded: trainer.policy.model.fake_int4_qat.*
+no server is named, so the job starts engines: generator.inference_engine.run_engines_locally
+    generator.run_engines_locally
+servers run elsewhere: generator.inference_engine.{num_engines,tensor_parallel_size,run_engines_locally}
+    generator.run_engines_locally
+the weights of fake_int4_qat.bf16_base_path are loaded: trainer.policy.model.path
+follows from model.router_replay: generator.inference_engine.enable_return_routed_experts
+choice of the trainer: -m trainer.strategy
 settings of Hydra: --*
 """)
 
@@ -132,12 +201,56 @@ speed only: *num_workers dataloader_* async_batch_collation cache_dir force_reca
     use_torch_compile
 sequences are always packed: remove_microbatch_padding use_sample_packing use_sequence_packing
 only for use_sequence_packing: max_tokens_per_microbatch
-no adapters, or their storage: model.lora.*
-settings of FSDP, memory only: fsdp_config.*
-settings of Megatron, speed or memory only: megatron_config.*
+no adapters: model.lora.* megatron_config.lora_config.*
+storage of adapters: model.lora.{lora_sync_path,max_loras,max_cpu_loras}
+Megatron trains: fsdp_config.* sequence_parallel_size
+FSDP trains: megatron_config.*
+speed or memory only: fsdp_config.{cpu_offload,reshard_after_forward,fsdp_size}
+    megatron_config.{empty_cuda_cache,moe_grouped_gemm,moe_token_dispatcher_type,moe_router_dtype}
+    megatron_config.ddp_config.{overlap_grad_reduce,overlap_param_gather,grad_reduce_in_fp32,average_in_collective}
+    megatron_config.transformer_config_kwargs.{recompute_granularity,recompute_method,recompute_num_layers}
+    megatron_config.transformer_config_kwargs.{recompute_modules,gradient_accumulation_fusion}
+    megatron_config.optimizer_config_kwargs.{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer}
+    megatron_config.optimizer_config_kwargs.{optimizer_offload_fraction,optimizer_cpu_offload}
+    micro_train_batch_size_per_gpu gradient_checkpointing flash_attn optimizer_config.offload_after_step
+checkpoint files only: megatron_config.{async_dist_ckpt_save,dist_ckpt_optim_fully_reshardable}
+steps are given: num_epochs num_steps max_training_steps
+choice of the trainer: strategy
 choice of the trainer: -m
 settings of Hydra: --*
 """)
+
+
+INT4_BASE = T + "policy.model.fake_int4_qat.bf16_base_path"
+
+
+def _conditions(keys: SourceKeys) -> dict[str, Condition]:
+    """Returns the checks of reasons that depend on the source's keys."""
+    module = keys.text("-m", "")
+    key, default = ("strategy", "megatron") if "sft" in module else (T + "strategy", "fsdp")
+    megatron = keys.text(key, default) == "megatron"
+    mode, together = keys.get(T + "resume_mode", "latest"), keys.get(T + "placement.colocate_all", True)
+    environment = keys.text("environment.env_class", "gsm8k")
+    own = f"environment.skyrl_gym.{environment}."
+    return {
+        "Megatron trains": lambda _: megatron,
+        "FSDP trains": lambda _: not megatron,
+        "resuming does not name a path": lambda _: mode != "from_path",
+        "all roles are on the policy's ranks": lambda _: truth(together),
+        "bounds of the loss itself": lambda out: out.get("loss.policy") in ("cispo", "dppo", "reinforce"),
+        "experts are not balanced": lambda out: "model.moe.aux_loss_coef" not in out.settings,
+        "an engine has one rank": lambda out: out.get("rollout.parallel.tp") == 1,
+        "settings of other environments": lambda _: not any(key.startswith(own) for key in keys.left()),
+        "the program is asynchronous": lambda _: "fully_async" in module,
+        "mathematics, as for the default": lambda out: out.get("reward.function") == "math",
+        "the model's name says that it sees": lambda out: is_named_after_seeing(out.get("model.path")),
+        "weights are not rounded": lambda out: not any(path.startswith("model.fake_quant") for path in out.settings),
+        "no server is named, so the job starts engines": lambda _: keys.get(URLS) in NOTHING,
+        "servers run elsewhere": lambda out: out.get("rollout.engine") == "http",
+        "the weights of fake_int4_qat.bf16_base_path are loaded": lambda _: INT4_BASE in keys,
+        "follows from model.router_replay": lambda out: out.get("model.router_replay") != "off",
+        "only for several turns": lambda out: out.get("env.max_turns") == 1 or "env.function" not in out.settings,
+    }
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
@@ -156,7 +269,7 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     epochs = None if keys.get("num_steps") not in NOTHING else keys.get("num_epochs", 1)
     set_steps(out, rows, steps, epochs, ("num_steps, max_training_steps", "num_epochs"))
     set_vision(out)
-    sort_out(keys, SFT_HARMLESS, out)
+    sort_out(keys, out, KeyRules(SFT_HARMLESS, "skyrl_sft", _conditions(keys)))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -326,7 +439,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = (T + "max_training_steps", T + "epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
     set_vision(out, key=SEES, sees=keys.truth(SEES, False))
-    sort_out(keys, HARMLESS, out)
+    sort_out(keys, out, KeyRules(HARMLESS, "skyrl", _conditions(keys)))
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
@@ -475,6 +588,10 @@ def _experts(keys: SourceKeys, out: Translation) -> None:
         )
 
 
+LENGTHS = (ENGINE + "engine_init_kwargs.max_model_len", G + "engine_init_kwargs.max_model_len")
+"""The engine's longest context, now and in the first releases."""
+
+
 def _sampling(keys: SourceKeys, out: Translation) -> None:
     variables = keys.under(G + "chat_template_kwargs.")
     if variables:
@@ -482,11 +599,14 @@ def _sampling(keys: SourceKeys, out: Translation) -> None:
     stop = keys.get(G + "sampling_params.stop")
     if stop not in NOTHING:
         out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, G + "sampling_params.stop")
-    longest = keys.first(ENGINE + "engine_init_kwargs.max_model_len", G + "max_input_length")[1]
+    longest = keys.first(*LENGTHS, G + "max_input_length")[1]
     needed = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     most = max(count(longest), needed) if longest not in NOTHING else needed
     if "env.function" in out.settings and longest not in NOTHING:
         most = max(most, count(longest) + out.get("rollout.sampling.max_response_tokens"))
+    if LENGTHS[0] in keys or LENGTHS[1] in keys:
+        set_context(out, longest, next(key for key in LENGTHS if key in keys))
+        most = max(most, out.get("rollout.max_context_tokens"))
     out.set("rollout.max_context_tokens", most, "prompt and response" if most == needed else G + "max_input_length")
     files = keys.get("data.val_data", "~/data/gsm8k/validation.parquet")
     if files in NOTHING:

@@ -2,8 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
-from rltrain.import_config import rlinf, skyrl, slime, verl
+from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
+from rltrain.import_config.influence import settle
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
-from rltrain.import_config.shell_values import UNKNOWN
 from rltrain.import_config.translation import (
+    NOTHING,
     PLACEMENT,
     RowCounts,
     SourceKeys,
@@ -255,6 +257,8 @@ class ReadSource:
     name: str
     notes: list[str]
     folder: Path = field(default_factory=Path)
+    unset: frozenset[str] = frozenset()
+    """Variables of the script without a value."""
 
 
 def _bare(word: str) -> str:
@@ -323,15 +327,15 @@ WITHOUT_DOTS = r"[a-z][a-z_]+"
 
 
 def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
-    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime.PROGRAMS[0]
-    return {**slime.parse_flags(words), slime.PROGRAM: program}
+    program = words[0].rsplit("/", 1)[-1] if words and not words[0].startswith("--") else slime_learning.PROGRAMS[0]
+    return {**slime.parse_flags(words), slime_learning.PROGRAM: program}
 
 
 FRAMEWORKS = {
     "slime": Framework(
-        *("slime", _after_program(slime.PROGRAMS), _slime_keys, slime.translate),
+        *("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate),
         marks=("--hf-checkpoint", "--prompt-data", "--rollout-batch-size", "--actor-num-nodes"),
-        beside=slime.beside_training,
+        beside=slime_learning.beside_training,
     ),
     "verl": Framework(
         *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
@@ -375,16 +379,64 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
-        unset = f" Variables without a value: {', '.join(sorted(script.unset))}" if script.unset else ""
-        hint = f"; expected such a command, a script that starts one, or a YAML file.{unset}"
-        raise ConfigError(f"{name}: starts no command of {framework.name}{hint}")
+        hint = "; expected such a command, a script that starts one, or a YAML file"
+        other = _another(framework, [one.arguments for one in script.started])
+        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{_asked_for(script.unset)}")
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
-    keys = framework.keys(launches[0][1])
+    folder = path.parent if path.is_file() else Path()
+    keys = _with_config(framework.keys(launches[0][1]), launches[0][1], folder, environment, notes)
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
-    return ReadSource(keys, name, notes, path.parent if path.is_file() else Path())
+    return ReadSource(keys, name, notes, folder, frozenset(script.unset))
+
+
+def _asked_for(unset: Iterable[str]) -> str:
+    """Returns the hint about variables without a value. Empty without any."""
+    names = sorted(name for name in unset if not name.isdigit())
+    if not names:
+        return ""
+    return f". Variables without a value: {', '.join(names)}; give those that count by --env NAME=VALUE"
+
+
+def _another(framework: Framework, commands: Sequence[Sequence[str]]) -> str:
+    """Returns a hint if the commands have marks of another framework."""
+    for words in commands:
+        for name, one in FRAMEWORKS.items():
+            if one is not framework and (mark := one.mark_in(words)):
+                return f". It starts one of {one.name} ({mark}): expected --from {name}"
+    return ""
+
+
+OWN_CONFIGS = re.compile(
+    r"(\w+_)?(ppo|sft|dapo|fapo|spo|retool)(_megatron)?_trainer(_engine)?|ppo_base_config|sft_base_config"
+)
+"""Names of the trainers' own config files, whose values are the defaults of the rules."""
+
+
+def _with_config(
+    keys: dict[str, Any], words: Sequence[str], folder: Path, environment: Mapping[str, str], notes: list[str]
+) -> dict[str, Any]:
+    """Adds the keys of the config file that a command names for Hydra. Raises ConfigError if it is not found."""
+    name = str(keys.get("--config-name", "")).removesuffix(".yaml")
+    if not name or "=" in name:
+        return keys
+    given = Path(str(keys.get("--config-path", "config")))
+    near = folder.resolve()
+    ends = [Path(*given.parts[start:], f"{name}.yaml") for start in range(len(given.parts))]
+    found = next((base / end for base in (near, *near.parents) for end in ends if (base / end).is_file()), None)
+    if OWN_CONFIGS.fullmatch(name) and (found is None or found.parts[-3:-1] == ("trainer", "config")):
+        return keys
+    if found is None:
+        raise ConfigError(
+            f"--config-name {name}: {given}/{name}.yaml is not found beside the script, and its keys count; expected "
+            "the file there, or as the source, with the overrides after it"
+        )
+    values, missing = read_config(found, environment, [word for word in words if parse_override(word) is not None])
+    notes.append(f"the keys of {found.name}, named by --config-name, are part of the import")
+    notes += [f"not found and left out: {one}" for one in missing if not OWN_CONFIGS.match(one)]
+    return {**values, **keys}
 
 
 def _script(given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ScriptReading]:
@@ -403,18 +455,42 @@ def _lines(launches: Sequence[tuple[StartedCommand, object]]) -> str:
     return "lines " + ", ".join(str(started.line) for started, _ in launches)
 
 
-def translated(framework: Framework, source: ReadSource, rows: RowCounts) -> Translation:
-    """Translates a source. Raises ConfigError if its own framework or rltrain would refuse it."""
-    out = Translation(framework.name)
-    out.notes += source.notes
-    keys = SourceKeys(source.keys, source.folder)
+def translated(
+    framework: Framework, source: ReadSource, rows: RowCounts, fixed: Mapping[str, Any] | None = None
+) -> Translation:
+    """Translates a source, and settles every key of it. `fixed` are the user's own values of config keys.
+
+    Raises ConfigError if its own framework or rltrain would refuse it.
+    """
+    rows, fixed = replace(rows, counted={}), fixed or {}
+    keys, out = _translated_once(framework, source.keys, source, rows, fixed)
+    for key, value in keys.used().items():
+        if key in out.listed:
+            continue
+        others = {name: one for name, one in source.keys.items() if name != key}
+        with suppress(ConfigError):  # without the key the source is refused, so the key counts
+            if _translated_once(framework, others, source, rows, fixed)[1].meaning == out.meaning:
+                settle(key, value, out, keys)
+    for key in sorted(keys.unknown - out.listed):
+        out.notes.append(f"{key}: a part of its value is only known by running the source")
+    out.notes[:0] = source.notes
+    return out
+
+
+def _translated_once(
+    framework: Framework,
+    given: Mapping[str, Any],
+    source: ReadSource,
+    rows: RowCounts,
+    fixed: Mapping[str, Any],
+) -> tuple[SourceKeys, Translation]:
+    out, keys = Translation(framework.name, fixed=fixed), SourceKeys(given, source.folder)
     try:
         framework.translate(keys, out, rows)
         widen(out)
         limit(out)
     except UntranslatableError as reason:
-        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {source.keys.get(keys.last)!r})") from None
-    for key in sorted(keys.unknown):
-        if UNKNOWN in str(source.keys[key]) and key not in [one.key for one in (*out.leftovers, *out.differences)]:
-            out.notes.append(f"{key}: a part of its value is only known by running the source")
-    return out
+        value = keys.get(keys.last)
+        asked = _asked_for(source.unset) if value in NOTHING or keys.last in keys.unknown else ""
+        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {value!r}){asked}") from None
+    return keys, out

@@ -4,7 +4,6 @@ rules."""
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from math import gcd
 from pathlib import Path
 from typing import Any, get_args
@@ -87,6 +86,10 @@ class SourceKeys:
         self.unknown = {key for key, value in values.items() if UNKNOWN in str(value)}
         """Keys with values that only running the source could determine, at least in part."""
         self._read: set[str] = set()
+        self.assumed: dict[str, Any] = {}
+        """Defaults that the rules assume for the keys they read."""
+        self.older = False
+        """Whether the source is written for an older version with other defaults."""
         self.last = ""
         """The last key read."""
 
@@ -96,6 +99,7 @@ class SourceKeys:
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of `key`, or `default`: the source's own default for a missing key."""
         self._read.add(key)
+        self.assumed.setdefault(key, default)
         self.last = key
         return self._values.get(key, default)
 
@@ -121,6 +125,7 @@ class SourceKeys:
         for key in keys:
             if key in self._values:
                 self._read.update(keys)
+                self.assumed.setdefault(key, default)
                 self.last = key
                 return key, self._values[key]
         return keys[0], default
@@ -132,9 +137,18 @@ class SourceKeys:
         self._read.update(found)
         return {key.removeprefix(prefix): value for key, value in found.items()}
 
+    def file(self, name: str) -> Path | None:
+        """Returns a file that the source names, searched from its folder upwards. None if it does not exist."""
+        near = self.folder.resolve()
+        return next((folder / name for folder in (near, *near.parents) if (folder / name).is_file()), None)
+
     def left(self) -> dict[str, Any]:
         """Returns the values of all keys not read yet."""
         return {key: value for key, value in self._values.items() if key not in self._read}
+
+    def used(self) -> dict[str, Any]:
+        """Returns the values of all given keys that were read."""
+        return {key: value for key, value in self._values.items() if key in self._read}
 
 
 def _plain(value: Any) -> Any:
@@ -172,6 +186,12 @@ class Translation:
     notes: list[str] = field(default_factory=list)
     world_size: int = 1
     ranks_per_node: int = 8
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own values of config keys. They count before those of the source."""
+    steps_given: bool = False
+    """Whether the source or the user gives the steps, not epochs."""
+    rules: Any = None
+    """Rules for keys that are not translated (`influence.KeyRules`)."""
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Sets a config key."""
@@ -189,6 +209,8 @@ class Translation:
 
     def get(self, path: str) -> Any:
         """Returns the value of a config key, or its default if it was not set."""
+        if path in self.fixed:
+            return self.fixed[path]
         return self.settings[path].value if path in self.settings else default_of(path)
 
     def leave(self, key: str, value: Any, reason: str) -> None:
@@ -198,6 +220,17 @@ class Translation:
     def differs(self, key: str, value: Any, reason: str) -> None:
         """Adds a key that changes results and has no counterpart."""
         self.differences.append(Leftover(key, value, reason))
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """All that describes the run, without the origins of values. Equal for imports of the same run."""
+        values = {path: setting.value for path, setting in self.settings.items()}
+        return values, self.differences, self.notes, self.world_size, self.ranks_per_node
+
+    @property
+    def listed(self) -> "frozenset[str]":
+        """The untranslated keys that already have a reason."""
+        return frozenset(one.key for one in (*self.leftovers, *self.differences))
 
     @property
     def placed(self) -> dict[str, str]:
@@ -237,41 +270,6 @@ def apply(pairs: Iterable[Pair], keys: SourceKeys, out: Translation, **own: Conv
             continue
         if given or converted != default_of(pair.here):
             out.set(pair.here, converted, pair.key if given else f"{pair.key}, default of {out.framework}")
-
-
-def by_pattern(told: str) -> dict[str, str]:
-    """Returns the reason for every pattern of keys. `told` has lines of the form "reason: pattern pattern ...".
-    Indented lines continue the line before. "a.{b,c}" means two patterns."""
-    reasons: dict[str, str] = {}
-    for reason, _, patterns in (group.rpartition(": ") for group in re.split(r"\n(?! )", told.strip())):
-        for prefix, _, names in (pattern.partition("{") for pattern in patterns.split()):
-            reasons |= dict.fromkeys((prefix + name for name in names.removesuffix("}").split(",")), reason)
-    return reasons
-
-
-def sort_out(keys: SourceKeys, harmless: Mapping[str, str], out: Translation) -> None:
-    """Sorts the unread keys into leftovers and differences. `harmless` maps patterns of keys without influence on
-    results to their reasons."""
-    for key, value in keys.left().items():
-        reason = next((reason for pattern, reason in harmless.items() if fnmatchcase(key, pattern)), None)
-        if reason is not None:
-            out.leave(key, value, reason)
-        elif value not in (None, False, "False", "false", "null", "None", "none", [], {}):
-            sort_out_override(key, value, out)
-
-
-def sort_out_override(key: str, value: Any, out: Translation) -> None:
-    """Sorts out an unread key. An override of config.json is harmless if config.json already has the value. Any other
-    key is a difference."""
-    overridden = overridden_key(key)
-    if overridden is None:
-        out.differs(key, value, "it has no counterpart here")
-    elif says(out.get("model.path"), overridden, value):
-        out.leave(key, value, "config.json of model.path has the same value")
-    else:
-        out.differs(
-            key, value, f"set {'.'.join(overridden)} in config.json of model.path instead; every part of a run reads it"
-        )
 
 
 def keys_of(path: str) -> tuple[str, ...]:
@@ -516,7 +514,10 @@ def set_overlong_penalty(out: Translation, tokens: Any, factor: Any, origin: str
 def set_mini_batches(out: Translation, prompts: Any, mini_batch: Any, origin: str) -> None:
     """Sets mini-batches of a source that counts them in prompts."""
     whole, rest = divmod(count(prompts), count(mini_batch))
-    if rest or not whole:
+    if not whole:
+        out.notes.append(f"{origin}: {mini_batch} is above the {prompts} prompts of a step: one mini-batch")
+        whole, rest = 1, 0
+    if rest:
         raise UntranslatableError(
             f"{origin}: train batch size {prompts} must be divisible by mini batch size {mini_batch}"
         )
@@ -529,6 +530,10 @@ def set_context(out: Translation, longest: Any, origin: str) -> None:
     """Sets the context to the longest prompt and response, or to a larger value of the source."""
     needed = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     given = count(longest) if longest is not None else 0
+    if 0 < given < needed:
+        out.differs(origin, given, f"it is below the longest prompt and response, {needed} tokens: lower one of them")
+    elif given:
+        out.leave(origin, given, "the longest prompt and response, or rollout.max_context_tokens")
     out.set("rollout.max_context_tokens", max(needed, given), origin if given > needed else "prompt and response")
 
 
@@ -571,6 +576,17 @@ class RowCounts:
 
     rows: int | None = None
     steps: int | None = None
+    counted: dict[Any, int | None] = field(default_factory=dict, compare=False)
+    """Rows counted so far, by their files."""
+
+    def of(self, train: dict[str, Any]) -> int | None:
+        """Returns the rows of data.train, counted once."""
+        if self.rows is not None:
+            return self.rows
+        named = str(train.get("path"))
+        if named not in self.counted:
+            self.counted[named] = rows_of(train)
+        return self.counted[named]
 
 
 def set_steps(
@@ -579,13 +595,15 @@ def set_steps(
     """Sets steps, or computes epochs * floor(rows / prompts per step). Raises ConfigError if the rows cannot be
     counted."""
     most = None if steps in NOTHING or count(steps) < 1 else count(steps)
+    out.steps_given = given.steps is not None or (most is not None and (name is not None or epochs in NOTHING))
     if given.steps is not None:
         out.set("steps", given.steps, "--steps")
-    elif most is not None and (name is not None or epochs in NOTHING):
+    elif most is not None and out.steps_given:
         out.set("steps", most, named[0])
     else:
-        rows = given.rows if given.rows is not None else rows_of(out.data.get("data", {}).get("train", {}))
+        rows = given.of(out.data.get("data", {}).get("train", {}))
         if rows is None and most is not None:
+            out.steps_given = True
             out.set("steps", most, f"{named[0]}; {named[1]} may end the run earlier")
             return
         if rows is None:
@@ -598,6 +616,7 @@ def set_steps(
             raise ConfigError(f"steps: the source gives neither {named[0]} nor {named[1]}; expected --steps N")
         each = max(rows // prompts, 1)
         found = min(count(epochs) * each, most or count(epochs) * each)
+        out.steps_given = found == most
         out.set("steps", found, f"{named[1]} {epochs} x ({rows} rows // {prompts} prompts)")
 
 

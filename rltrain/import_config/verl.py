@@ -3,15 +3,20 @@
 from typing import Any
 
 from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
-from rltrain.import_config.seeing_models import set_pixels, set_vision
-from rltrain.import_config.shared_rules import choose_engine, set_fully_sharded, set_verls_prediction_layers
+from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out, sort_out_override
+from rltrain.import_config.shared_rules import (
+    choose_engine,
+    set_fully_sharded,
+    set_pixels,
+    set_verls_prediction_layers,
+    set_vision,
+)
 from rltrain.import_config.translation import (
     NOTHING,
     RowCounts,
     SourceKeys,
     Translation,
     apply,
-    by_pattern,
     count,
     interval,
     one_of,
@@ -23,14 +28,14 @@ from rltrain.import_config.translation import (
     set_evaluation,
     set_mini_batches,
     set_steps,
-    sort_out,
-    sort_out_override,
 )
 from rltrain.import_config.translation import top_k as top_k_of
 from rltrain.import_config.verl_learning import (
     A,
     R,
+    has_kl_in_reward,
     is_megatron,
+    is_older,
     named_estimator,
     set_algorithm,
     set_correction,
@@ -40,6 +45,7 @@ from rltrain.import_config.verl_learning import (
     set_lora,
     set_loss,
     set_micro,
+    set_older_defaults,
     set_optimizer,
     set_reward,
     set_router_replay,
@@ -47,91 +53,183 @@ from rltrain.import_config.verl_learning import (
     slices_of,
 )
 
-# Keys of verl without influence on results, by pattern, with the reason.
+# Keys of verl without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
+# `_conditions` are checked for each run.
 
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
 logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
-    trainer.validation_data_dir trainer.val_only
+    trainer.validation_data_dir trainer.project_name trainer.experiment_name
+    actor_rollout_ref.actor.{calculate_entropy,calculate_sum_pi_squared,sum_pi_squared_checkpointing}
+    actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
+    trainer.ray_wait_register_center_timeout trainer.esi_redundant_time
 always evaluated before the first step: trainer.val_before_train
 speed or memory only: trainer.balance_batch trainer.use_legacy_worker_impl trainer.use_v1 trainer.nccl_timeout
+    transfer_queue.enable transfer_queue.num_data_storage_units data.val_batch_size data.dataloader_num_workers
+    data.num_workers data.filter_overlong_prompts_workers data.use_shm reward.num_workers reward_model.num_workers
+    reward.launch_reward_fn_async reward_model.launch_reward_fn_async actor_rollout_ref.nccl_timeout critic.nccl_timeout
 detected automatically: trainer.device
-the role is not placed: trainer.critic_warmup
-queues of the trainer: trainer.v1.*
-checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_*_ckpt_to_keep
-    trainer.resume_from_path *.checkpoint.*
-speed or memory only: transfer_queue.* data.val_batch_size
-queues of the trainer: async_training.*
-rows are read unchanged: data.return_raw_*
+no critic: critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep algorithm.lam
+steps are given: trainer.total_training_steps trainer.total_epochs rollout.total_epochs
+no evaluation: trainer.test_freq rollout.test_freq data.val_max_samples
+the trainer has no such mode: trainer.v1.*
+checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_actor_ckpt_to_keep
+    trainer.max_critic_ckpt_to_keep actor_rollout_ref.*.checkpoint.* critic.checkpoint.*
+    trainer.default_local_dir
+resuming does not name a path: trainer.resume_from_path
+not asynchronous: async_training.*
+queues of the trainer: async_training.{use_trainer_do_validate,checkpoint_engine.enable}
+    async_training.checkpoint_engine.{device_buffer_size_M,overlap_broadcast_and_consume} async_training.require_batches
+rows are read unchanged: data.return_raw_chat data.return_raw_input_ids data.return_full_prompt
+    data.return_multi_modal_inputs
 reward functions name their columns: data.reward_fn_key
 engines take prompts when they are free: data.gen_batch_size
-speed or memory only: data.*num_workers data.filter_overlong_prompts_workers data.use_shm reward*.num_workers
-    reward*.launch_reward_fn_async actor_rollout_ref.nccl_timeout
-    actor_rollout_ref.model.{use_fused_kernels,fused_kernel_options.*,use_liger,use_shm,enable_*}
-    actor_rollout_ref.model.override_config.attn_implementation actor_rollout_ref.*.use_torch_compile
-    actor_rollout_ref.*.entropy_*
+speed or memory only: actor_rollout_ref.model.{use_fused_kernels,fused_kernel_options.impl_backend,use_liger,use_shm}
+    actor_rollout_ref.model.{enable_activation_offload,enable_gradient_checkpointing}
+    actor_rollout_ref.model.{tiled_mlp.enabled,tiled_mlp.num_shards}
+    actor_rollout_ref.model.override_config.{attn_implementation,use_cache}
+    actor_rollout_ref.*.{use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking}
+    actor_rollout_ref.*.{use_dynamic_bsz,log_prob_use_dynamic_bsz}
+    actor_rollout_ref.*.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_max_token_len_per_gpu}
+    actor_rollout_ref.actor.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu}
+    actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.actor.use_prefix_grouper
 code in checkpoints is never run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
 the checkpoint's processor has the size of patches: data.image_patch_size
+no images: data.image_key data.video_key actor_rollout_ref.actor.freeze_vision_tower
 longer prompts than data.max_prompt_length are left out: data.truncation
 all rows are evaluated: data.validation_shuffle
-choice of the trainer: model_engine
-the role is not placed: critic.* reward*.rollout.* reward.reward_model.* reward_model.*
-no penalty: algorithm.kl_ctrl.* actor_rollout_ref.actor.kl_loss_*
+choice of the trainer: model_engine -m actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
+no reward model: reward_model.{n_gpus_per_node,nnodes,enable_resource_pool,strategy,model.*,rollout.*,megatron.*}
+    reward_model.{micro_batch_size,micro_batch_size_per_gpu,forward_max_token_len_per_gpu,use_dynamic_bsz}
+    reward_model.{ulysses_sequence_parallel_size,max_length,nccl_timeout,load_weight,use_reward_loop}
+    reward.reward_model.*
+speed or memory only: reward_model.{micro_batch_size,micro_batch_size_per_gpu,forward_max_token_len_per_gpu}
+    reward_model.{use_dynamic_bsz,strategy,nccl_timeout,use_reward_loop} *reward_model.model.fsdp_config.param_offload
+    reward_model.model.{use_remove_padding,use_shm,use_fused_kernels} *reward_model.rollout.gpu_memory_utilization
+    *reward_model.rollout.{name,free_cache_engine,enforce_eager,skip_tokenizer_init,max_num_seqs}
+    *reward_model.rollout.{max_num_batched_tokens,prompt_length,response_length,dtype}
+no penalty in the reward: algorithm.kl_ctrl.* algorithm.kl_penalty
+the coefficient of the penalty is fixed: algorithm.kl_ctrl.{horizon,target_kl}
+no penalty in the loss: actor_rollout_ref.actor.{kl_loss_coef,kl_loss_type}
+no reference: actor_rollout_ref.ref.*
+no discounts: algorithm.gamma
+advantages without a deviation: algorithm.norm_adv_by_std_in_grpo
+no correction of weights: algorithm.rollout_correction.{rollout_is_threshold,rollout_rs_threshold,loss_type}
+no selection of groups: algorithm.filter_groups.{metric,max_num_gen_batches}
 groups with equal rewards have equal metrics: algorithm.filter_groups.metric
-sequences are always packed: actor_rollout_ref.model.use_remove_padding
-no adapters, or their storage: actor_rollout_ref.model.lora*
-read from config.json: actor_rollout_ref.model.override_config.model_config.max_position_embeddings
-settings of FSDP: actor_rollout_ref.*.fsdp_config.*
-choice of the trainer: actor_rollout_ref.*.model_engine actor_rollout_ref.*.strategy
-speed or memory only: actor_rollout_ref.*.use_dynamic_bsz actor_rollout_ref.*.log_prob_*
-    actor_rollout_ref.*.ppo_micro_batch_size* actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.*.megatron.{*_offload,sequence_parallel}
-checkpoint files or speed only: actor_rollout_ref.*.megatron.use_*
-checkpoint files only: actor_rollout_ref.*.megatron.{*mbridge,dist_checkpointing_path}
-model.dtype: actor_rollout_ref.*.megatron.dtype actor_rollout_ref.rollout.dtype
-speed or memory only: actor_rollout_ref.*.megatron.override_ddp_config.*
-    actor_rollout_ref.*.megatron.override_transformer_config.{apply_rope_fusion,attention_backend,*fusion*}
+sequences are always packed: actor_rollout_ref.model.use_remove_padding actor_rollout_ref.*.use_remove_padding
+    actor_rollout_ref.*.megatron.use_remove_padding
+no adapters: actor_rollout_ref.model.{lora_alpha,target_modules,exclude_modules,lora_adapter_path,lora.*}
+storage of adapters: actor_rollout_ref.model.lora.{merge,a2a_experimental}
+    actor_rollout_ref.model.lora.{freeze_vision_model,freeze_vision_projection,freeze_language_model}
+Megatron trains: actor_rollout_ref.*.fsdp_config.*
+speed or memory only: actor_rollout_ref.*.fsdp_config.{param_offload,optimizer_offload,offload_policy,forward_prefetch}
+    actor_rollout_ref.*.fsdp_config.{grad_offload,use_orig_params,wrap_policy.min_num_params,reshard_after_forward,fsdp_size}
+    actor_rollout_ref.*.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
+    actor_rollout_ref.*.fsdp_config.{entropy_checkpointing,entropy_from_logits_with_chunking,use_torch_compile}
+    actor_rollout_ref.*.fsdp_config.{strategy,full_determinism,ulysses_sequence_parallel_size}
+models that are only evaluated have the type model.dtype: actor_rollout_ref.ref.fsdp_config.model_dtype
+FSDP trains: actor_rollout_ref.*.megatron.*
+speed or memory only: actor_rollout_ref.*.megatron.{param_offload,grad_offload,optimizer_offload}
+    actor_rollout_ref.*.megatron.{sequence_parallel,use_distributed_optimizer,dtype_for_load}
+    actor_rollout_ref.*.megatron.override_ddp_config.{overlap_grad_reduce,overlap_param_gather,bucket_size}
+    actor_rollout_ref.*.megatron.override_ddp_config.{grad_reduce_in_fp32,average_in_collective}
+    actor_rollout_ref.*.megatron.override_ddp_config.use_distributed_optimizer
+    actor_rollout_ref.*.megatron.override_transformer_config.{apply_rope_fusion,attention_backend,moe_permute_fusion}
+    actor_rollout_ref.*.megatron.override_transformer_config.{masked_softmax_fusion,bias_activation_fusion}
+    actor_rollout_ref.*.megatron.override_transformer_config.{bias_dropout_fusion,bias_swiglu_fusion,batch_p2p_comm}
     actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_dtype,moe_token_dispatcher_type}
-    actor_rollout_ref.*.megatron.override_transformer_config.{moe_enable_deepep,moe_grouped_gemm}
-    actor_rollout_ref.*.megatron.override_transformer_config.{moe_shared_expert_overlap,recompute_*,use_*}
-    actor_rollout_ref.*.megatron.override_transformer_config.{sequence_parallel,context_parallel_*}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_enable_deepep,moe_grouped_gemm,use_flash_attn}
+    actor_rollout_ref.*.megatron.override_transformer_config.{moe_shared_expert_overlap,use_fused_weighted_squared_relu}
+    actor_rollout_ref.*.megatron.override_transformer_config.{recompute_granularity,recompute_method,recompute_modules}
+    actor_rollout_ref.*.megatron.override_transformer_config.{recompute_num_layers,use_arbitrary_attention_mask}
+    actor_rollout_ref.*.megatron.override_transformer_config.{sequence_parallel,context_parallel_algo}
+    actor_rollout_ref.*.megatron.override_transformer_config.{context_parallel_size,cross_entropy_loss_fusion}
     actor_rollout_ref.*.megatron.override_transformer_config.{deallocate_pipeline_outputs,persist_layer_norm}
-    actor_rollout_ref.*.megatron.override_transformer_config.{gradient_accumulation_fusion,batch_p2p_comm}
-    actor_rollout_ref.*.megatron.override_transformer_config.{overlap_moe_*,variable_seq_lengths,bias_*}
-stages are automatic: actor_rollout_ref.*.megatron.override_transformer_config.{account_for_*,num_layers_in_*}
-stages are automatic: actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
-read from config.json: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,moe_router_enable_expert_bias}
-    actor_rollout_ref.*.megatron.override_transformer_config.{moe_router_score_function,normalization}
-speed or memory only: actor_rollout_ref.*.optim.override_optimizer_config.*
-    actor_rollout_ref.actor.{use_prefix_grouper,data_loader_seed}
-implementation of torch or Megatron: actor_rollout_ref.*.optim.optimizer_impl
-the schedule covers the whole run: actor_rollout_ref.*.optim.{lr_decay_steps,total_training_steps}
-warm-up starts at 0: actor_rollout_ref.*.optim.lr_warmup_init
-metrics only: actor_rollout_ref.actor.calculate_sum_pi_squared
-mini-batches keep the order of prompts: actor_rollout_ref.actor.shuffle
+    actor_rollout_ref.*.megatron.override_transformer_config.{gradient_accumulation_fusion,variable_seq_lengths}
+    actor_rollout_ref.*.megatron.override_transformer_config.{overlap_moe_expert_parallel_comm,fused_single_qkv_rope}
+checkpoint files only: actor_rollout_ref.*.megatron.{use_mbridge,vanilla_mbridge,dist_checkpointing_path}
+    actor_rollout_ref.*.megatron.{use_dist_checkpointing,dist_checkpointing_prefix}
+stages are automatic: actor_rollout_ref.*.megatron.override_transformer_config.account_for_loss_in_pipeline_split
+    actor_rollout_ref.*.megatron.override_transformer_config.account_for_embedding_in_pipeline_split
+    actor_rollout_ref.*.megatron.override_transformer_config.num_layers_in_first_pipeline_stage
+    actor_rollout_ref.*.megatron.override_transformer_config.num_layers_in_last_pipeline_stage
+    actor_rollout_ref.*.megatron.override_transformer_config.pipeline_model_parallel_layout
+read from config.json: actor_rollout_ref.*.megatron.override_transformer_config.{swiglu,normalization}
+    actor_rollout_ref.*.megatron.override_transformer_config.moe_router_enable_expert_bias
+    actor_rollout_ref.*.megatron.override_transformer_config.moe_router_score_function
+speed or memory only: *.override_optimizer_config.{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer}
+    *.override_optimizer_config.optimizer_offload_fraction
+implementation of torch or Megatron: *.optim.optimizer_impl
+the schedule covers the whole run: *.optim.{lr_decay_steps,total_training_steps}
+the learning rate is constant: *.optim.{min_lr,min_lr_ratio,num_cycles}
+the learning rate has no such schedule: *.optim.{lr_wsd_decay_steps,lr_wsd_decay_style,num_cycles}
+warm-up is given in steps: *.optim.lr_warmup_steps_ratio
+seeds of orders: actor_rollout_ref.actor.data_loader_seed critic.data_loader_seed
+    actor_rollout_ref.*.fsdp_config.seed actor_rollout_ref.*.megatron.seed
+every mini-batch is the whole step: actor_rollout_ref.actor.shuffle critic.shuffle
+mini-batches keep the order of prompts, which is random: actor_rollout_ref.actor.shuffle critic.shuffle
 given by clip_ratio_low and clip_ratio_high: actor_rollout_ref.actor.clip_ratio
-only for loss_mode vanilla: actor_rollout_ref.actor.clip_ratio_c
-logs only: actor_rollout_ref.actor.calculate_* actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
-given by optim.clip_grad: actor_rollout_ref.actor.grad_clip
-settings of other losses: actor_rollout_ref.actor.policy_loss.*
-speed or memory only: actor_rollout_ref.ref.*
+a loss without the clip: actor_rollout_ref.actor.{clip_ratio,clip_ratio_low,clip_ratio_high}
+not the loss clip: actor_rollout_ref.actor.clip_ratio_c
+not the loss sapo: actor_rollout_ref.actor.{tau_pos,tau_neg}
+not the loss clip_cov: actor_rollout_ref.actor.policy_loss.{clip_cov_ratio,clip_cov_lb,clip_cov_ub}
+not the loss kl_cov: actor_rollout_ref.actor.policy_loss.{kl_cov_ratio,ppo_kl_coef}
+sums are divided by the longest response: actor_rollout_ref.actor.loss_scale_factor
+speed or memory only: actor_rollout_ref.ref.{entropy_checkpointing,entropy_from_logits_with_chunking}
+    actor_rollout_ref.ref.megatron.{tensor_model_parallel_size,pipeline_model_parallel_size,context_parallel_size}
+    actor_rollout_ref.ref.megatron.{expert_model_parallel_size,expert_tensor_parallel_size}
+    actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size
     actor_rollout_ref.rollout.{mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}
-    actor_rollout_ref.rollout.{layered_summon,agent.num_workers,moe_*,engine_kwargs.*,skip*,cudagraph_*}
-    actor_rollout_ref.rollout.{multi_stage_wake_up,disaggregation.*}
-only for separate engines: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}
+    actor_rollout_ref.rollout.{gpu_memory_utilization,layered_summon,agent.num_workers,cudagraph_capture_sizes,multi_stage_wake_up}
+    actor_rollout_ref.rollout.{skip_tokenizer_init,scheduling_policy,enforce_eager,moe_tensor_parallel_size}
+    actor_rollout_ref.rollout.{disaggregation.enable,data_parallel_size}
+    actor_rollout_ref.rollout.engine_kwargs.vllm.{disable_mm_preprocessor_cache,mm_processor_cache_gb,swap_space}
+    actor_rollout_ref.rollout.engine_kwargs.vllm.{compilation_config,enable_expert_parallel,async_scheduling}
+    actor_rollout_ref.rollout.engine_kwargs.vllm.{attention_backend,max_num_batched_tokens,enable_sleep_mode}
+    actor_rollout_ref.rollout.engine_kwargs.trtllm.{batch_wait_timeout_iters,batch_wait_max_tokens_ratio}
+    actor_rollout_ref.rollout.engine_kwargs.trtllm.{cuda_graph_config,moe_config,kv_cache_config,enable_attention_dp}
+only for separate engines: actor_rollout_ref.rollout.{nnodes,n_gpus_per_node} rollout.nnodes rollout.n_gpus_per_node
 engines leave a shared device: actor_rollout_ref.rollout.free_cache_engine
 weights arrive by the weight sync: actor_rollout_ref.rollout.load_format
 engines always return them: actor_rollout_ref.rollout.calculate_log_probs
 log-probs of the sampling distribution: actor_rollout_ref.rollout.logprobs_mode
-false: actor_rollout_ref.rollout.ignore_eos
-data.max_prompt_length: actor_rollout_ref.rollout.prompt_length
-data.max_response_length: actor_rollout_ref.rollout.response_length
-single-turn generation: actor_rollout_ref.rollout.{agent.default_agent_loop,multi_turn.*}
-rltrain has its own weight sync: actor_rollout_ref.rollout.{checkpoint_engine.*,update_weights_bucket_megabytes}
-evaluation is greedy: actor_rollout_ref.rollout.val_kwargs.*
+single-turn generation: actor_rollout_ref.rollout.multi_turn.{format,max_assistant_turns,max_user_turns}
+    actor_rollout_ref.rollout.multi_turn.{max_parallel_calls,max_tool_response_length,tool_response_truncate_side}
+    actor_rollout_ref.rollout.multi_turn.{tool_config_path,interaction_config_path,completion_callback,max_turns}
+    actor_rollout_ref.rollout.multi_turn.{use_inference_chat_template,tokenization_sanity_check_mode}
+    actor_rollout_ref.rollout.multi_turn.enable_tokenization_sanity_check
+rltrain has its own weight sync: actor_rollout_ref.rollout.checkpoint_engine.{backend,update_weights_bucket_megabytes}
+    actor_rollout_ref.rollout.update_weights_bucket_megabytes
+no evaluation: actor_rollout_ref.rollout.{val_kwargs.*,n_val,val_temperature}
+evaluation is greedy: actor_rollout_ref.rollout.val_kwargs.{temperature,top_p,top_k,do_sample}
+layout of the engine only: actor_rollout_ref.rollout.expert_parallel_size
+engines here serve the same model: actor_rollout_ref.rollout.name
+follows from model.router_replay: actor_rollout_ref.rollout.enable_rollout_routing_replay
+the run ends by its epochs: rollout.total_rollout_steps
+the steps of a fully asynchronous run: trainer.total_training_steps
+the teacher replaces the loss: actor_rollout_ref.actor.{entropy_coeff,use_kl_loss,kl_loss_coef,kl_loss_type}
+no teacher: distillation.*
 settings of VeOmni: actor_rollout_ref.actor.veomni.*
 settings of torchtitan: actor_rollout_ref.actor.torchtitan.*
-settings of Hydra: --config-* hydra.*
+its keys are read: --config-name --config-path
+the version of verl: --source-version
+settings of Hydra: hydra.*
+""")
+CRITIC_HARMLESS = by_pattern("""
+speed or memory only: critic.{use_dynamic_bsz,ppo_micro_batch_size,ppo_micro_batch_size_per_gpu}
+    critic.{ppo_max_token_len_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu}
+    critic.{forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,model.use_shm}
+    critic.model.{enable_gradient_checkpointing,enable_activation_offload,use_fused_kernels,use_liger}
+    critic.model.fsdp_config.{param_offload,optimizer_offload,offload_policy,forward_prefetch,reshard_after_forward}
+    critic.model.fsdp_config.{fsdp_size,grad_offload,wrap_policy.min_num_params,wrap_policy.transformer_layer_cls_to_wrap}
+    critic.model.override_config.attn_implementation
+    critic.megatron.{param_offload,grad_offload,optimizer_offload,sequence_parallel,use_distributed_optimizer}
+    critic.megatron.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path,use_remove_padding}
+    critic.megatron.override_transformer_config.{recompute_granularity,recompute_method,recompute_num_layers}
+sequences are always packed: critic.model.use_remove_padding
+code in checkpoints is never run: critic.model.trust_remote_code
+no adapters: critic.model.{lora_alpha,target_modules,lora.*}
 """)
 
 
@@ -140,28 +238,63 @@ settings of Hydra: --config-* hydra.*
 EACH_EPOCH = "after_each_epoch"
 DECAYS = ("constant", "cosine", "linear")
 SFT_HARMLESS = by_pattern("""
-speed or checkpoint files only: engine.*
-choice of the trainer: engine strategy model_engine model optim
-speed or memory only: optim.override_optimizer_config.*
-warm-up starts at 0: optim.lr_warmup_init
-the schedule covers the whole run: optim.lr_decay_steps
-sequences are always packed: model.use_remove_padding data.pad_mode
-code in checkpoints is never run: model.trust_remote_code
-memory only: model.enable_gradient_checkpointing
-speed only: model.use_liger data.num_workers
-no adapters, or their storage: model.lora*
+choice of the trainer: engine engine.strategy strategy model_engine model optim engine._target_ -m
+speed or memory only: engine.{param_offload,optimizer_offload,grad_offload,offload_policy,forward_prefetch}
+    engine.{use_orig_params,wrap_policy.min_num_params,reshard_after_forward,fsdp_size,use_torch_compile}
+    engine.{sequence_parallel,entropy_from_logits_with_chunking,entropy_checkpointing,use_remove_padding}
+    engine.{use_distributed_optimizer,full_determinism,override_transformer_config.attention_backend}
+    engine.override_transformer_config.{recompute_granularity,recompute_method,recompute_modules,recompute_num_layers}
+    engine.override_transformer_config.{moe_router_dtype,apply_rope_fusion,moe_permute_fusion,use_flash_attn}
+    engine.override_transformer_config.{moe_token_dispatcher_type,moe_enable_deepep,gradient_accumulation_fusion}
+    engine.override_ddp_config.{overlap_grad_reduce,overlap_param_gather,grad_reduce_in_fp32}
+    optim.override_optimizer_config.{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer}
+    optim.override_optimizer_config.optimizer_offload_fraction
+    model.{use_liger,use_shm,enable_activation_offload,use_fused_kernels,enable_gradient_checkpointing}
+    model.override_config.attn_implementation data.num_workers data.use_shm
+checkpoint files only: engine.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path}
+Megatron trains: engine.{model_dtype,ulysses_sequence_parallel_size}
+FSDP trains: engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size}
+    engine.{context_parallel_size,expert_model_parallel_size,expert_tensor_parallel_size}
+seeds of orders: engine.seed
+the schedule covers the whole run: optim.lr_decay_steps optim.total_training_steps
+the learning rate is constant: optim.{min_lr,min_lr_ratio,num_cycles}
+warm-up is given in steps: optim.lr_warmup_steps_ratio
+sequences are always packed: model.use_remove_padding data.pad_mode data.balance_dp_token
+code in checkpoints is never run: model.trust_remote_code data.trust_remote_code
+no adapters: model.{lora_alpha,target_modules,exclude_modules,lora_adapter_path,lora.*}
 implementation of torch or Megatron: optim.optimizer_impl
-micro-batches are counted in tokens: data.*micro_batch_size* data.use_dynamic_bsz data.max_token_len_per_gpu
+micro-batches are counted in tokens: data.{micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz}
+    data.{max_token_len_per_gpu,val_max_token_len_per_gpu,val_micro_batch_size_per_gpu}
 chat templates are always checked: data.ignore_input_ids_mismatch
 longer conversations are left out: data.truncation
-reading of rows only: data.*
-no evaluation set without data.val_files: trainer.test_freq
-logs and checkpoint files only: trainer.*
-logs only: global_profiler.* profiler.*
-checkpoint files only: checkpoint.*
-settings of Hydra and torchrun: --*
-choice of the trainer: -m
+no images: data.image_key data.video_key
+no evaluation: trainer.test_freq
+steps are given: trainer.total_epochs trainer.total_training_steps
+logs only: trainer.logger trainer.project_name trainer.experiment_name profiler.* global_profiler.*
+checkpoint files only: trainer.{default_hdfs_dir,resume_mode,resume_from_path,max_ckpt_to_keep} checkpoint.*
+    trainer.checkpoint.*
+detected automatically: trainer.device
+settings of torchrun: --nproc-per-node --nnodes
+its keys are read: --config-name --config-path
+settings of Hydra: hydra.*
 """)
+
+
+def _conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
+    """Returns the checks of reasons that depend on the source's keys."""
+    modes = keys.get("trainer.resume_mode", "auto"), keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False)
+    return {
+        "Megatron trains": lambda _: megatron,
+        "FSDP trains": lambda _: not megatron,
+        "resuming does not name a path": lambda _: modes[0] != "resume_path",
+        "single-turn generation": lambda _: not modes[1],
+        "the learning rate is constant": lambda out: out.get("actor.optimizer.decay") == "constant",
+        "warm-up is given in steps": lambda _: count(keys.get(A + "optim.lr_warmup_steps", -1) or -1) >= 0,
+        "every mini-batch is the whole step": lambda out: out.get("batch.mini_batches") == 1,
+        "follows from model.router_replay": lambda out: out.get("model.router_replay") != "off",
+        "the steps of a fully asynchronous run": lambda _: keys.get(DRAWN) not in NOTHING,
+        "given by clip_ratio_low and clip_ratio_high": lambda _: not keys.older,
+    }
 
 
 def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
@@ -206,7 +339,8 @@ def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if steps:
         out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
     set_vision(out, keys.get(IMAGES), IMAGES)
-    sort_out(keys, SFT_HARMLESS, out)
+    megatron = "megatron" in keys.text("engine", keys.get("engine.strategy", "fsdp"))
+    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", _conditions(keys, megatron)))
 
 
 def _backend(keys: SourceKeys, out: Translation) -> None:
@@ -267,12 +401,15 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in keys.text(MODULE, ""):
         translate_sft(keys, out, rows)
         return
+    keys.older = is_older(keys, out)
+    _program(keys, out)
     apply(VERL, keys, out, dtype=one_of({"fp8": "fp8"}, "types of engines' weights"))
     _batch(keys, out)
     _placement(keys, out)
     _trainer(keys, out)
     set_algorithm(keys, out)
     set_loss(keys, out)
+    set_older_defaults(keys, out)
     set_kl(keys, out)
     set_correction(keys, out)
     _data(keys, out)
@@ -285,7 +422,25 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_critic(keys, out)
     set_teacher(keys, out)
     _vision(keys, out)
-    sort_out(keys, HARMLESS, out)
+    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", _conditions(keys, is_megatron(keys))))
+
+
+PROGRAMS = (
+    *("main_ppo", "main_ppo_sync", "main_dapo", "fully_async_main", "async_main_ppo", "main_sdpo", "main_fapo"),
+    *("one_step_off_policy.main_ppo", "main_ppo_v1"),
+)
+OF_VERL = ("verl.", "recipe.", "fully_async_policy.", "one_step_off_policy.", "dapo.", "fapo.")
+"""Packages of verl's own programs. Their last part must be in PROGRAMS."""
+
+
+def _program(keys: SourceKeys, out: Translation) -> None:
+    """Refuses programs other than verl's own trainers. Only running them tells what they compute."""
+    module = keys.get(MODULE)
+    if module is None:
+        return
+    known = str(module).rsplit(".", 1)[-1] in PROGRAMS and str(module).startswith(OF_VERL)
+    if not known:
+        out.differs(MODULE, module, "it is none of verl's own trainers, such as verl.trainer.main_ppo")
 
 
 def _vision(keys: SourceKeys, out: Translation) -> None:
@@ -342,7 +497,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     hybrid = keys.truth("actor_rollout_ref.hybrid_engine", True)
     apart = "fully_async" in module or not hybrid or mode == "separate_async"
     roles = ["actor", "critic"] if named_estimator(keys) == "gae" else ["actor"]
-    if keys.truth(A + "use_kl_loss", False) or keys.truth("algorithm.use_kl_in_reward", False):
+    if keys.truth(A + "use_kl_loss", False) or has_kl_in_reward(keys):
         roles.append("reference")
     out.ranks_per_node = per_node
     out.place(roles, ranks(0, trained), f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node}")
@@ -424,13 +579,17 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.settings.pop("evaluation.interval", None)
         return
     prefix = R + "val_kwargs."
-    draws = keys.truth(prefix + "do_sample", False)
-    given = keys.first(prefix + "n", "'n'", default=1)[1]
-    sampling: dict[str, Any] = {"temperature": keys.real(prefix + "temperature", 0) if draws else 0.0}
+    temperature = keys.first(prefix + "temperature", R + "val_temperature", default=0)
+    draws = keys.truth(prefix + "do_sample", temperature[0] == R + "val_temperature" and real(temperature[1]) > 0)
+    given = keys.first(prefix + "n", "'n'", R + "n_val", default=1)[1]
+    sampling: dict[str, Any] = {"temperature": real(temperature[1]) if draws else 0.0}
     if draws:
         sampling["top_p"] = keys.real(prefix + "top_p", 1.0)
         sampling["top_k"] = top_k_of(keys.get(prefix + "top_k", -1))
     data = {"path": paths(files), "prompt_key": out.get("data.train.prompt_key"), "label_key": LABEL}
+    rows = keys.get("data.val_max_samples", -1)
+    if rows not in NOTHING and count(rows) > 0:
+        data["max_rows"] = count(rows)
     set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
 
 

@@ -203,6 +203,10 @@ def set_micro(
 ) -> None:
     """Sets the micro-batches by tokens, or else by samples of the longest length."""
     most, per_gpu = keys.get(tokens), keys.get(sequences)
+    of_all = keys.get(sequences.removesuffix("_per_gpu"))
+    if per_gpu in NOTHING and of_all not in NOTHING:
+        gpus = keys.count("trainer.nnodes", 1) * keys.count("trainer.n_gpus_per_node", 8)
+        per_gpu = max(count(of_all) * slices_of(keys) // gpus, 1)
     if dynamic:
         of_critic = 32768 if role == "critic" else 16384
         out.set(f"{role}.micro_batch_tokens", count(of_critic if most is None else most), tokens)
@@ -291,9 +295,63 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
         out.differs(A + "loss_scale_factor", factor, "sums are always divided by the longest response here")
 
 
+OLD_KEYS = (
+    *(A + "ppo_micro_batch_size", R + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size"),
+    *("actor_rollout_ref.ref.log_prob_micro_batch_size", "critic.forward_micro_batch_size", "data.val_batch_size"),
+    *(A + "fsdp_config.grad_offload", "critic.model.fsdp_config.grad_offload", R + "micro_batch_size"),
+    *(R + "n_agent", R + "n_val", R + "val_temperature"),
+)
+"""Keys of scripts for versions before 0.4."""
+NEW_KEYS = (
+    *("algorithm.use_kl_in_reward", A + "clip_ratio_low", A + "clip_ratio_high", A + "clip_ratio_c"),
+    *(A + "loss_agg_mode", "trainer.device", "algorithm.norm_adv_by_std_in_grpo", A + "strategy", R + "mode"),
+    *("actor_rollout_ref.model.lora_rank", R + "multi_turn.enable", R + "calculate_log_probs", "data.return_raw_chat"),
+    *("actor_rollout_ref.model.use_fused_kernels", "trainer.resume_from_path"),
+)
+"""Keys that version 0.4 added, or that scripts began to use then."""
+VERSIONS = "--source-version"
+TREE = "verl/trainer/config/ppo_trainer.yaml"
+
+
+def is_older(keys: SourceKeys, out: Translation) -> bool:
+    """Returns whether the source is for verl before version 0.4, and says how that was decided.
+
+    There the penalty is in the reward unless it is in the loss. Nothing bounds the loss of negative advantages, and
+    the entropy has the coefficient 0.001.
+    """
+    given, tree = keys.get(VERSIONS), keys.file(TREE)
+    if given not in NOTHING:
+        older, why = _is_before_0_4(str(given)), f"{VERSIONS} {given}"
+    elif tree is not None:
+        older, why = "use_kl_in_reward" not in tree.read_text(encoding="utf-8"), f"{TREE} beside the script"
+    else:
+        new = [key for key in NEW_KEYS if key in keys]
+        old = [key for key in OLD_KEYS if key in keys]
+        older = bool(old) and not new
+        why = f"its key {(old if older else new or ['?'])[0]}" if old or new else "no key of an older one"
+    if older or given not in NOTHING or tree is not None:
+        name = "before 0.4" if older else "0.4 or later"
+        out.notes.append(f"verl {name} is assumed, by {why} ({VERSIONS} X.Y says another)")
+    return older
+
+
+def _is_before_0_4(version: str) -> bool:
+    parts = version.removeprefix("v").split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise UntranslatableError(f"{VERSIONS} {version}: expected a version such as 0.3")
+    return (int(parts[0]), int(parts[1])) < (0, 4)
+
+
+def has_kl_in_reward(keys: SourceKeys) -> bool:
+    """Returns whether rewards have a KL penalty. Before version 0.4 they have one unless the loss has one."""
+    if keys.older:
+        return not keys.truth(A + "use_kl_loss", False)
+    return keys.truth("algorithm.use_kl_in_reward", False)
+
+
 def set_kl(keys: SourceKeys, out: Translation) -> None:
     """Sets the KL penalty and the sizes of the reference."""
-    in_loss, in_reward = keys.truth(A + "use_kl_loss", False), keys.truth("algorithm.use_kl_in_reward", False)
+    in_loss, in_reward = keys.truth(A + "use_kl_loss", False), has_kl_in_reward(keys)
     coef = keys.real(A + "kl_loss_coef", 0.001)
     kind = keys.get(A + "kl_loss_type", "low_var_kl")
     other, reward_kind = keys.get("algorithm.kl_ctrl.kl_coef", 0.001), keys.get("algorithm.kl_penalty", "kl")
@@ -306,7 +364,8 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
     elif in_reward and real(other):
         out.set("loss.kl.coef", real(other), "algorithm.kl_ctrl.kl_coef")
         out.set("loss.kl.estimator", estimator(reward_kind), "algorithm.kl_penalty")
-        out.set("loss.kl.where", "reward", "algorithm.use_kl_in_reward")
+        origin = "algorithm.use_kl_in_reward"
+        out.set("loss.kl.where", "reward", "verl before 0.4 without use_kl_loss" if keys.older else origin)
         if keys.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
             target = {
                 "target": keys.real("algorithm.kl_ctrl.target_kl", 0.1),
@@ -319,10 +378,27 @@ def set_kl(keys: SourceKeys, out: Translation) -> None:
         set_sizes_of_frozen(keys, out, "reference", "actor_rollout_ref.ref.megatron.")
 
 
+def set_older_defaults(keys: SourceKeys, out: Translation) -> None:
+    """Sets the clip and the entropy of verl before version 0.4."""
+    if not keys.older:
+        return
+    bound = keys.get(A + "clip_ratio", 0.2)
+    for end in ("low", "high"):
+        if f"{A}clip_ratio_{end}" not in keys:
+            out.set(f"loss.clip_{end}", real(bound), A + "clip_ratio")
+    if A + "clip_ratio_c" not in keys:
+        out.settings.pop("loss.dual_clip", None)
+    if A + "entropy_coeff" not in keys:
+        out.set("loss.entropy_coef", 0.001, A + "entropy_coeff, default before 0.4")
+    keys.assumed[A + "entropy_coeff"] = 0.001
+
+
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:
     """Sets the optimizer. verl's learning rate follows training steps. A step has several updates here."""
     here = f"{role}.optimizer."
-    decay = str(keys.first(prefix + "lr_scheduler_type", prefix + "lr_decay_style", default="constant")[1])
+    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    decay_key, decay = keys.first(*(prefix + name for name in names), default="constant")
+    decay = "constant" if decay in NOTHING else str(decay)
     rules = (
         Pair(prefix + "lr", here + "lr", lr),
         Pair(prefix + "weight_decay", here + "weight_decay", 0.01),
@@ -331,9 +407,10 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     )
     apply(rules, keys, out)
     if decay in DECAYS:
-        out.set(here + "decay", DECAYS[decay], prefix + "lr_scheduler_type")
+        out.set(here + "decay", DECAYS[decay], decay_key)
     else:
-        out.differs(prefix + "lr_scheduler_type", decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
+        out.differs(decay_key, decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
+    _set_clip_of_gradients(keys, out, prefix, role)
     least = keys.get(prefix + "min_lr_ratio")
     if least not in NOTHING and real(least):
         out.set(here + "min_lr", real(least) * out.get(here + "lr"), prefix + "min_lr_ratio")
@@ -344,6 +421,18 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     if warmup:
         updates = out.get("batch.mini_batches") * out.get("batch.epochs")
         out.set(here + "warmup_steps", warmup * updates, f"{warmup} training steps with {updates} updates each")
+
+
+def _set_clip_of_gradients(keys: SourceKeys, out: Translation, prefix: str, role: str) -> None:
+    """Sets the bound of the gradient's norm from its other name. One of both counts, by backend and version."""
+    key = prefix.removesuffix("optim.") + "grad_clip"
+    bound = keys.get(key)
+    if bound in NOTHING:
+        return
+    if prefix + "clip_grad" in keys and real(bound) != real(keys.get(prefix + "clip_grad")):
+        out.differs(key, bound, f"{prefix}clip_grad has another value; expected one bound of the gradient's norm")
+    else:
+        out.set(f"{role}.optimizer.clip_grad", real(bound), key)
 
 
 def set_critic(keys: SourceKeys, out: Translation) -> None:
@@ -370,15 +459,16 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
 # Rewards: functions, a classifier, and penalties for long responses.
 
 MODEL = "reward.reward_model."
+MANAGER_KEYS = ("reward_manager.name", "reward_model.reward_manager")
 MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
     """Sets reward functions, a reward model, and penalties."""
+    manager_key, manager = keys.first("reward.reward_manager.name", *MANAGER_KEYS, default="naive")
     path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
     function = None if path in NOTHING else f"{path}:{name}"
-    manager = keys.first("reward.reward_manager.name", "reward_model.reward_manager", default="naive")[1]
     scored = truth(keys.first(MODEL + "enable", "reward_model.enable", default=False)[1])
     if scored:
         _set_model(keys, out, function)
@@ -389,8 +479,10 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     else:
         out.set("reward.function", "math", "verl selects it by data_source; here answers are compared as mathematics")
     if manager not in (*MANAGERS, "gdpo"):
-        out.differs("reward.reward_manager.name", manager, "your own manager becomes a reward function here")
-    _set_penalty(keys, out)
+        out.differs(manager_key, manager, "your own manager becomes a reward function here")
+    elif manager_key in keys:
+        out.leave(manager_key, manager, "it only calls the reward functions")
+    _set_penalty(keys, out, manager)
     if keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False):
         key = "actor_rollout_ref.rollout.multi_turn.enable"
         out.differs(key, True, "turns come from an environment here: env.function")
@@ -426,18 +518,37 @@ def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None
         out.world_size += number
     else:
         out.place(["reward_model"], out.placed["actor"], MODEL + "enable_resource_pool is off")
-    tp = keys.count(MODEL + "rollout.tensor_model_parallel_size", 2)
+    size = "rollout.tensor_model_parallel_size"
+    tp = count(keys.first(MODEL + size, "reward_model." + size, default=2)[1])
     out.set("reward_model.backend", "megatron", "the model is split by tensor parallelism")
     out.set("reward_model.parallel.tp", tp, MODEL + "rollout.tensor_model_parallel_size")
 
 
-def _set_penalty(keys: SourceKeys, out: Translation) -> None:
+def _set_penalty(keys: SourceKeys, out: Translation, manager: Any) -> None:
+    """Sets the penalty for long responses. In verl only the reward manager `dapo` has it."""
     buffer: dict[str, Any] = {}
     for section in ("reward.reward_kwargs.", "reward_model.reward_kwargs.", "reward.reward_manager.reward_kwargs."):
-        buffer |= keys.under(section)
-    if truth(buffer.get("overlong_buffer_cfg.enable", False)):
-        tokens, factor = (buffer.get(f"overlong_buffer_cfg.{name}") for name in ("len", "penalty_factor"))
-        set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, "overlong_buffer_cfg")
+        given = keys.under(section + "overlong_buffer_cfg.")
+        buffer |= {name: (section + "overlong_buffer_cfg.", value) for name, value in given.items()}
+    for section in ("reward_model.overlong_buffer.", "reward.overlong_buffer."):
+        buffer |= {name: (section, value) for name, value in keys.under(section).items()}
+    for key in ("reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"):
+        longest = keys.get(key)
+        if longest not in NOTHING and count(longest) == out.get("rollout.sampling.max_response_tokens"):
+            out.leave(key, longest, "the longest response")
+        elif longest not in NOTHING:
+            out.differs(key, longest, "a penalty for long responses is measured from the longest response here")
+    active = "enable" in buffer and truth(buffer["enable"][1])
+    if active and manager == "dapo":
+        tokens, factor = (buffer.get(name, ("", None))[1] for name in ("len", "penalty_factor"))
+        set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, buffer["enable"][0] + "*")
+        keys.assumed |= {section + "penalty_factor": 1.0 for section, _ in buffer.values()}
+        for name in {*buffer} - {"enable", "len", "penalty_factor"}:
+            out.leave(buffer[name][0] + name, buffer[name][1], "logs only")
+        return
+    reason = "only the reward manager dapo uses it" if active else "enable is not true"
+    for name, (section, value) in buffer.items():
+        out.leave(section + name, value, reason)
 
 
 # On-policy distillation from a teacher.
@@ -516,7 +627,9 @@ def _set_models(keys: SourceKeys, out: Translation) -> None:
     if not names:
         raise UntranslatableError(f"{TEACHERS}*.model_path: expected a teacher's checkpoint")
     nodes, per_node = (keys.count(TEACHER_PREFIX + "nnodes", 0), keys.count(TEACHER_PREFIX + "n_gpus_per_node", 8))
-    tp = count(given.get(f"{min(names)}.inference.tensor_model_parallel_size", 2))
+    size = f"{min(names)}.inference.tensor_model_parallel_size"
+    keys.assumed[TEACHERS + size] = 2
+    tp = count(given.get(size, 2))
     out.place(
         ["teacher"],
         ranks(out.world_size, nodes * per_node),

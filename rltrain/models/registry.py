@@ -56,6 +56,29 @@ SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 @dataclass(frozen=True)
+class InSGLang:
+    """What SGLang does with a family.
+
+    Weights go one of two ways. "direct" writes them in place into SGLang's fused parameters. "names" gives SGLang's own
+    loader whole tensors of the checkpoint by their names.
+    """
+
+    way: Literal["direct", "names"] = "names"
+    windows: bool = False
+    """True if its attention heeds windows."""
+    needs_gpu: bool = False
+    """True if its class computes only on GPUs."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that SGLang reads and transformers leaves out, with the values of this family. None follows
+    from the model."""
+
+
+FIRST_DENSE, PARTIAL_ROTARY = "first_k_dense_replace", "partial_rotary_factor"
+FULL_ATTENTION_INTERVAL = "full_attention_interval"
+DIRECT, BY_NAMES = InSGLang("direct"), InSGLang()
+
+
+@dataclass(frozen=True)
 class Family:
     """The properties of one family. For absent keys of config.json, a field has the default of transformers."""
 
@@ -128,13 +151,13 @@ class Family:
     """Prefixes of tensors in the files outside the language model. config.json does not count them."""
     built_as: str | None = None
     """The family with the same model in transformers, if transformers lacks this one."""
-    sglang: bool = False
-    """True if SGLang is supported."""
+    sglang: InSGLang | None = None
+    """None if SGLang does not serve the family."""
     tells_samples: bool = True
     """True if attention in transformers can separate packed samples. Backend fsdp needs this for packing."""
 
 
-SWITCHED = Family(LLAMA, windows=switched, has=(WINDOW_SWITCH,), sglang=True)
+SWITCHED = Family(LLAMA, windows=switched, has=(WINDOW_SWITCH,), sglang=DIRECT)
 GPT_OSS_BFLOAT16 = "; MXFP4 files are not supported, use bfloat16 files (unsloth/gpt-oss-20b-BF16)"
 GELU_TANH = "gelu_pytorch_tanh"
 GEMMA = Family(
@@ -153,8 +176,15 @@ GEMMA_2 = replace(
     windows=by_layer_types(4096, 2),
     query_scalar=256.0,
     shape={**GEMMA.shape, "post_norms": True},
+    sglang=InSGLang(windows=True, needs_gpu=True, config={"hidden_act": GELU_TANH}),
 )
-DEEPSEEK = Family(DEEPSEEK_V3, latent=True, experts=read_deepseek_v3, chooses_by_bias=True)
+DEEPSEEK = Family(
+    DEEPSEEK_V3,
+    latent=True,
+    experts=read_deepseek_v3,
+    chooses_by_bias=True,
+    sglang=InSGLang(needs_gpu=True, config={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+)
 DELTA = Family(
     QWEN3_5,
     head_dim=256,
@@ -165,6 +195,7 @@ DELTA = Family(
     shape={"norm_offset": 1.0, "gated_attention": True},
     carried=("mtp.",),
     files=NamesInFiles(),
+    sglang=InSGLang(needs_gpu=True, config={FULL_ATTENTION_INTERVAL: None}),
 )
 DELTA_MOE = replace(DELTA, experts=read_qwen3_5_moe, ffn_key="moe_intermediate_size")
 WITH_TOWER: dict[str, Any] = {
@@ -187,12 +218,12 @@ QWEN3_VL = Family(
     rope_kinds=MROPE_KINDS,
     carried=("model.visual.",),
     built_as="qwen3",
-    sglang=True,
+    sglang=DIRECT,
 )
 
 FAMILIES = {
-    "llama": Family(LLAMA, attention_bias=False, output_bias=("attention_bias", False), has=(MLP_BIAS,), sglang=True),
-    "mistral": Family(LLAMA, windows=in_every_layer(4096), sglang=True),
+    "llama": Family(LLAMA, attention_bias=False, output_bias=("attention_bias", False), has=(MLP_BIAS,), sglang=DIRECT),
+    "mistral": Family(LLAMA, windows=in_every_layer(4096), sglang=DIRECT),
     "qwen2": replace(SWITCHED, qkv_bias=True),
     "qwen3": replace(SWITCHED, head_dim=128, qk_norm=True, attention_bias=False, output_bias=("attention_bias", False)),
     "phi3": Family(
@@ -201,8 +232,15 @@ FAMILIES = {
         partial_rotary=1.0,
         rope_kinds=("default", "longrope"),
         original_positions=4096,
+        sglang=InSGLang(config={PARTIAL_ROTARY: None}),
     ),
-    "glm4": Family(GLM4, attention_bias=True, partial_rotary=0.5, shape={"post_norms": True, "rotates_pairs": True}),
+    "glm4": Family(
+        GLM4,
+        attention_bias=True,
+        partial_rotary=0.5,
+        shape={"post_norms": True, "rotates_pairs": True},
+        sglang=BY_NAMES,
+    ),
     "gemma": GEMMA,
     "gemma2": GEMMA_2,
     "gemma3_text": replace(
@@ -213,9 +251,19 @@ FAMILIES = {
         theta=1_000_000.0,
         sliding_theta=10_000.0,
         rope_kinds=("default", "linear"),
+        sglang=InSGLang(windows=True),
     ),
-    "seed_oss": Family(LLAMA, head_dim=128, attention_bias=True, output_bias=("attention_out_bias", False)),
-    "mimo": Family(LLAMA, qkv_bias=True, attention_bias=True, prediction=MIMO_PREDICTION, built_as="qwen2"),
+    "seed_oss": Family(
+        LLAMA, head_dim=128, attention_bias=True, output_bias=("attention_out_bias", False), sglang=BY_NAMES
+    ),
+    "mimo": Family(
+        LLAMA,
+        qkv_bias=True,
+        attention_bias=True,
+        prediction=MIMO_PREDICTION,
+        built_as="qwen2",
+        sglang=BY_NAMES,
+    ),
     "nemotron": Family(
         NEMOTRON,
         norm_eps="norm_eps",
@@ -224,7 +272,13 @@ FAMILIES = {
         shape={"activation": "relu_squared", "norm_offset": 1.0, "norm_bias": True},
         tells_samples=False,
     ),
-    "qwen2_moe": replace(SWITCHED, table=QWEN2_MOE, qkv_bias=("qkv_bias", True), experts=read_qwen2_moe, sglang=False),
+    "qwen2_moe": replace(
+        SWITCHED,
+        table=QWEN2_MOE,
+        qkv_bias=("qkv_bias", True),
+        experts=read_qwen2_moe,
+        sglang=InSGLang(needs_gpu=True),
+    ),
     "qwen3_moe": replace(
         SWITCHED,
         table=QWEN3_MOE,
@@ -233,7 +287,7 @@ FAMILIES = {
         output_bias=("attention_bias", False),
         experts=read_qwen3_moe,
     ),
-    "mixtral": Family(MIXTRAL, windows=in_every_layer(None), experts=read_mixtral, sglang=True),
+    "mixtral": Family(MIXTRAL, windows=in_every_layer(None), experts=read_mixtral, sglang=DIRECT),
     "deepseek_v3": replace(DEEPSEEK, prediction=DEEPSEEK_PREDICTION),
     "kimi_k2": DEEPSEEK,
     "glm4_moe": Family(
@@ -243,6 +297,7 @@ FAMILIES = {
         chooses_by_bias=True,
         prediction=DEEPSEEK_PREDICTION,
         partial_rotary=0.5,
+        sglang=BY_NAMES,
     ),
     "glm4_moe_lite": replace(DEEPSEEK, prediction=DEEPSEEK_PREDICTION),
     "minimax_m2": Family(
@@ -254,8 +309,19 @@ FAMILIES = {
         theta=5_000_000.0,
         partial_rotary=1.0,
         shape={"norms_projections": True},
+        sglang=InSGLang(
+            needs_gpu=True, config={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+        ),
     ),
-    "hy_v3": Family(HY_V3, head_dim=128, qk_norm=True, experts=read_hy_v3, chooses_by_bias=True, theta=11_158_840.0),
+    "hy_v3": Family(
+        HY_V3,
+        head_dim=128,
+        qk_norm=True,
+        experts=read_hy_v3,
+        chooses_by_bias=True,
+        theta=11_158_840.0,
+        sglang=InSGLang(config={"route_norm": True, "qk_norm": True, FIRST_DENSE: None}),
+    ),
     "gpt_oss": Family(
         GPT_OSS,
         head_dim=64,
@@ -267,6 +333,7 @@ FAMILIES = {
         theta=150_000.0,
         assumes_scaling=True,
         shape={"attention_sinks": True, "activation": "clamped_swish"},
+        sglang=InSGLang(windows=True, needs_gpu=True),
     ),
     "qwen3_next": replace(DELTA, table=QWEN3_NEXT, experts=read_qwen2_moe),
     "qwen3_5": replace(DELTA, tower="qwen3_5", files=NamesInFiles(NESTED_PREFIX), **WITH_TOWER),
@@ -307,6 +374,7 @@ TOWERS = tuple(name for name, family in FAMILIES.items() if family.tower)
 """Families with a vision tower."""
 TURNED = tuple(name for name, family in FAMILIES.items() if family.turns_experts)
 SERVED_BY_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sglang)
+BY_NAMES_IN_SGLANG = tuple(name for name, family in FAMILIES.items() if family.sglang and family.sglang.way == "names")
 UNTOLD_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.tells_samples)
 BIASED_ROUTERS = tuple(name for name, family in FAMILIES.items() if family.chooses_by_bias)
 

@@ -194,7 +194,7 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
     """Returns the cost of the weights for training, in words, and a function for the seconds of PROMPTS prompts of a
     set."""
     gpu = gpu_named(options.gpu)
-    workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
+    workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens, job.images)
     role = "evaluation" if "evaluation" in job.grids else "rollout"
     room = cache_bytes(rank_memories(job, gpu), role)
     sync = ""
@@ -212,7 +212,8 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
 def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
     """Returns a line per task of a step in the middle of the run, then the step, and the waiting share of each role's
     ranks."""
-    images = f" ({digits(workload.image_tokens)} of images)" if workload.image_tokens else ""
+    measured = f", as measured in {workload.images.num_rows} rows" if workload.images else ""
+    images = f" ({digits(workload.image_tokens)} of images{measured})" if workload.image_tokens else ""
     source = f"measured by {calibrated}" if calibrated else "assumed efficiencies: rltrain/planning/hardware.py"
     lines = [
         f"assumed: prompts of {digits(workload.prompt)} tokens{images}, responses of {digits(workload.response)}, the "
@@ -406,9 +407,10 @@ def describe(config: Config, options: DryRunOptions) -> str:
         shaped, world_size, ranks_per_node, reads_models=Path(shaped.model.path, CONFIG_FILE).exists()
     )
     placement, grids, architectures, order = placed.placement, placed.grids, placed.architectures, placed.order
+    rows, images = describe_rows(config, model_limits(architectures))
     job: PlannedJob | None = None
     if architectures and algorithm_of(config).trains:
-        job = PlannedJob(shaped, placement, grids, architectures, ranks_per_node)
+        job = PlannedJob(shaped, placement, grids, architectures, ranks_per_node, images)
     steady = steady_order(config, placement)
     guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
@@ -425,7 +427,7 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests, sharing),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
-        "Rows": describe_rows(config, model_limits(architectures)),
+        "Rows": rows,
         **({"Environment": answers} if "env" in grids and (answers := describe_environment(config)) else {}),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
@@ -444,7 +446,7 @@ def model_limits(architectures: Mapping[str, Architecture]) -> ModelLimits:
 def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
     """Returns bytes and seconds. Raises ConfigError if the job does not fit, except with --search."""
     gpu = gpu_named(options.gpu)
-    workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
+    workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens, job.images)
     calibration = calibration_of([options.calibrate], gpu) if options.calibrate else Calibration()
     memories = rank_memories(job, gpu)
     fits = all(memory.fits(gpu) for memory in memories)

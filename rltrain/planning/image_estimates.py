@@ -1,5 +1,6 @@
 """Estimates the bytes and seconds of images: their features, the vision tower, and the store of decoded images."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, prod, sqrt
 
@@ -9,6 +10,7 @@ from rltrain.models.flops import BACKWARD, vision_flops
 from rltrain.models.vision import Vision
 from rltrain.planning.hardware import GB, Gpu
 from rltrain.planning.planned import MEAN_OF_LONGEST, PlannedJob, Workload
+from rltrain.tasks.roles import trained_roles
 
 FP32 = 4
 KEPT_HIDDEN, KEPT_FFN = 11, {2: 2, 3: 4}
@@ -31,21 +33,23 @@ def tower_of(job: PlannedJob, role: str, stage: int = 0) -> tuple[Vision, Vision
 
 def trains_tower(job: PlannedJob, role: str) -> bool:
     """Returns whether weights or adapters of a trained role's tower learn."""
-    lora, settings = job.config.lora_of(role), job.config.model.vision
-    return settings is not None and (lora.vision if lora else settings.train)
+    return job.config.model.vision is not None and not job.config.freezes_tower_of(role)
 
 
 def image_tokens(job: PlannedJob, role: str, *, trains: bool) -> int:
     """Returns the tokens of different images in a part of a step, on one replica.
 
-    All tokens of prompts may be of images. Several prompts have the assumed mean length. The samples of a group share
-    their images, except for observations of environments.
+    Prompts have the mean of measured rows, and one has the most of them. If rows were not measured, all tokens of
+    prompts may be of images, and several prompts have the assumed mean length. The samples of a group share their
+    images, except for observations of environments.
     """
     samples, prompts = job.samples_per_replica(role), -(-job.config.batch.prompts_per_step // job.grids[role].dp)
     parts = job.config.batch.mini_batches if trains else job.shape.num_chunks
     count, longest = -(-samples // parts), job.longest_tokens
     if "env" not in job.placement.roles:
         count, longest = min(count, prompts), job.config.data.max_prompt_tokens
+    if job.images is not None:
+        return max(job.images.most_tokens, int(count * job.images.tokens))
     return max(longest, int(count * longest * MEAN_OF_LONGEST))
 
 
@@ -66,7 +70,7 @@ def with_images(
     features = {"image features": tokens * vision.out_hidden * (1 + len(vision.deepstack)) * FP32 * (1 + learns)}
     patches = tokens * vision.merge**2
     keeps = learns and not settings.recompute
-    at_once = patches if keeps else min(patches, settings.max_patches)
+    at_once = patches if keeps else min(patches, patches_at_once(job, settings))
     of_tower = {"vision tower": at_once * tower_bytes(vision, job.item_bytes, learns=learns)}
     if job.grids[role].is_sharded:
         of_tower["vision tower"] += _gathered_bytes(job, role, learns=learns)
@@ -74,6 +78,11 @@ def with_images(
         return of_language_model | features | of_tower
     is_larger = sum(of_tower.values()) > sum(of_language_model.values())
     return (of_tower if is_larger else of_language_model) | features
+
+
+def patches_at_once(job: PlannedJob, settings: VisionSettings) -> int:
+    """Returns the most patches that are encoded together. A larger image is encoded alone."""
+    return max(settings.max_patches, job.measured.largest if job.measured else 0)
 
 
 def tower_bytes(vision: Vision, item_bytes: int, *, learns: bool) -> int:
@@ -105,19 +114,33 @@ def store_bytes(job: PlannedJob, roles: tuple[str, ...]) -> int:
     return int(job.config.data.images.cache_gb * GB) // job.ranks_per_node
 
 
+def kept_feature_bytes(job: PlannedJob, stages: Mapping[str, int]) -> int:
+    """Returns the most bytes on the host for features of frozen towers, on a rank of `stages`."""
+    return sum(
+        int(found[1].training_cache_gb * GB)
+        for role, stage in stages.items()
+        if role in trained_roles() and (found := tower_of(job, role, stage)) and job.config.freezes_tower_of(role)
+    )
+
+
 # Seconds of the tower.
 
 
 def encoding_s(job: PlannedJob, role: str, gpu: Gpu, workload: Workload, num_images: float, *, trains: bool) -> float:
     """Returns the seconds in which a rank's tower encodes `num_images` prompts' images, with gradients if it `trains`.
 
-    The images of a prompt count as one square image. Every rank of a replica encodes all of them.
+    If rows were not measured, the images of a prompt count as one square image. Every rank of a replica encodes all of
+    them.
     """
     found = tower_of(job, role)
     if found is None:
         return 0.0
     vision, settings = found
-    side = vision.merge * max(1, ceil(sqrt(workload.image_tokens)))
     passes = 1 + (settings.recompute + BACKWARD if trains and trains_tower(job, role) else 0)
-    flops = num_images * vision_flops(vision, [(1, side, side)])
+    if workload.images is not None:
+        of_prompt = vision_flops(vision, workload.images.grids) / workload.images.num_rows
+    else:
+        side = vision.merge * max(1, ceil(sqrt(workload.image_tokens)))
+        of_prompt = vision_flops(vision, [(1, side, side)])
+    flops = num_images * of_prompt
     return passes * flops / (gpu.flops(job.config.model.dtype) * gpu.efficiency.matmul)

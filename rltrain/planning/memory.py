@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from rltrain.config.models import VisionSettings
 from rltrain.models import Architecture
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import GB, Gpu
-from rltrain.planning.image_estimates import store_bytes, with_images
+from rltrain.planning.image_estimates import kept_feature_bytes, patches_at_once, store_bytes, with_images
 from rltrain.planning.optimizer_memory import (
     gathered_bytes,
     held_elements,
@@ -292,9 +293,17 @@ def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
         item_bytes=job.item_bytes,
         residual_bytes=job.residual_bytes,
         fp8=served.dtype == "fp8" and served.engine == "embedded",
-        vision=job.config.model.vision if served.engine == "embedded" else None,
+        vision=_vision_of_engine(job) if served.engine == "embedded" else None,
     )
     return {"logits": needed.logits, "activations": needed.activations}
+
+
+def _vision_of_engine(job: PlannedJob) -> VisionSettings | None:
+    """Returns the settings of images with room for the largest."""
+    settings = job.config.model.vision
+    if settings is None:
+        return None
+    return settings.model_copy(update={"max_patches": patches_at_once(job, settings)})
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
@@ -348,6 +357,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         (parts[role, "weights"] + parts.get((role, "base"), 0)) // _equal_on_node(job, role) for role in kept
     )
     found["images, not pinned"] = store_bytes(job, tuple(stages))
+    found["image features, not pinned"] = kept_feature_bytes(job, stages)
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting
         found["evaluations, not pinned"] = waiting * parts["evaluation", "weights"]

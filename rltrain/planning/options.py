@@ -80,7 +80,7 @@ def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], boo
     for key, value in _changes(job.config, gpu.memory_gb):
         try:
             config = with_keys(job.config, {key: value})
-            changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node)
+            changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node, job.measured)
         except (UserError, ValueError):
             continue
         if is_legal(changed):
@@ -214,7 +214,7 @@ def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
     config = _with_sizes(job.config, keys)
     try:
         placement = placement_of(config, job.placement.world_size, job.ranks_per_node)
-        return plan_job(config, placement, job.architectures, job.ranks_per_node)
+        return plan_job(config, placement, job.architectures, job.ranks_per_node, job.measured)
     except (UserError, ValueError):
         return None
 

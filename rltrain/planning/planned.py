@@ -13,6 +13,7 @@ from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.models.experts import is_expert
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.models.table import item_bytes
+from rltrain.models.vision import Grid as ImageGrid
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of
 from rltrain.runtime.grid import Grid
@@ -43,30 +44,58 @@ IMAGES_OF_PROMPT = 0.5
 
 
 @dataclass(frozen=True)
+class RowImages:
+    """Images of `num_rows` rows for training. An image counts once in a row.
+
+    `prompt_tokens` and `tokens` are means: tokens of a prompt, and tokens of a row's images. `most_tokens` are those of
+    the row with the largest images. `grids` are all images. `largest` is the largest image in patches. It may be of a
+    row for evaluations.
+    """
+
+    num_rows: int
+    prompt_tokens: float
+    tokens: float
+    most_tokens: int
+    grids: tuple[ImageGrid, ...]
+    largest: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """Text lengths in tokens: means over the samples of a step, and its longest response. `image_tokens` of a prompt
-    are those of images."""
+    are those of images. `images` are set if these were measured."""
 
     prompt: float
     response: float
     longest_response: float
     image_tokens: float = 0.0
+    images: RowImages | None = None
 
     @property
     def sample(self) -> float:
         return self.prompt + self.response
 
     @classmethod
-    def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Workload":
-        """Returns the given means, or half of the config's limits instead. Raises ConfigError if a mean exceeds its
-        limit."""
+    def of(
+        cls,
+        config: Config,
+        prompt: float | None = None,
+        response: float | None = None,
+        images: RowImages | None = None,
+    ) -> "Workload":
+        """Returns the given means, or else those of `images`, or half of the config's limits. Raises ConfigError if a
+        mean exceeds its limit."""
         longest = longest_response(config)
         tokens = _mean("--prompt-tokens", prompt, config.data.max_prompt_tokens)
+        if images is not None and prompt is None:
+            tokens = images.prompt_tokens
+        of_images = tokens * IMAGES_OF_PROMPT if config.model.vision else 0.0
         return cls(
             prompt=tokens,
             response=_mean("--response-tokens", response, longest),
             longest_response=longest,
-            image_tokens=tokens * IMAGES_OF_PROMPT if config.model.vision else 0.0,
+            image_tokens=of_images if images is None else images.tokens,
+            images=images,
         )
 
 
@@ -184,6 +213,13 @@ class PlannedJob:
     grids: Mapping[str, Grid]
     architectures: Mapping[str, Architecture]
     ranks_per_node: int
+    measured: RowImages | None = None
+    """Images of the rows that a dry run has read, with model.vision."""
+
+    @property
+    def images(self) -> RowImages | None:
+        """The measured images, if the model is shown those of rows. Environments show others."""
+        return None if "env" in self.placement.roles else self.measured
 
     @cached_property
     def order(self) -> Order:
@@ -312,7 +348,11 @@ class PlannedJob:
 
 
 def plan_job(
-    config: Config, placement: Placement, architectures: Mapping[str, Architecture], ranks_per_node: int
+    config: Config,
+    placement: Placement,
+    architectures: Mapping[str, Architecture],
+    ranks_per_node: int,
+    measured: RowImages | None = None,
 ) -> PlannedJob:
     """Returns the job of a config. Raises PlacementError if a role's parallel sizes do not divide its ranks."""
-    return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)
+    return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node, measured)

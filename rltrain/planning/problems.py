@@ -1,4 +1,4 @@
-"""The form of refusals, text lengths, and the rules for adapters, servers at URLs and rewards."""
+"""The form of refusals, text lengths, and the rules for adapters, SGLang, servers at URLs and rewards."""
 
 import re
 from collections import Counter
@@ -11,9 +11,11 @@ from rltrain.config.models import Lora
 from rltrain.config.rollout import Served
 from rltrain.config.schema import Config, Reward
 from rltrain.errors import ConfigError, listed
-from rltrain.models import Architecture
+from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
+from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES, TOWERS
+from rltrain.runtime.grid import Grid
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles, served_roles, trained_roles
 
@@ -134,6 +136,93 @@ def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> 
             "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which is untested "
             "with SGLang's kernels; expected merged, or rollout.engine: embedded, or model.lora.targets of attention "
             "only"
+        )
+
+
+# Models that SGLang serves.
+
+NOT_IN_SGLANG = {
+    "gemma": "SGLang computes its GELU exactly, but training by tanh",
+    "nemotron": "SGLang has no class of it",
+}
+"""Why SGLang 0.5.23 does not serve a family."""
+
+
+def sglang_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Yields the problems of a model served by SGLang."""
+    path, key = config.checkpoint_of(role)
+    if architecture.family in BY_NAMES_IN_SGLANG:
+        yield from _named_weights_problems(config, role, architecture)
+    if lacks := _lacking_in_sglang(architecture):
+        yield (
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
+            "supports; expected embedded"
+        )
+    if architecture.vision is not None and grid.tp > 1 and architecture.family not in BY_NAMES_IN_SGLANG:
+        yield (
+            f"{config.parallel_of(role)[1]}.tp: got {grid.tp} with {role}.engine sglang and model.vision; expected 1: "
+            "a weight sync sends the whole vision tower to every rank, but a server splits it"
+        )
+
+
+def _lacking_in_sglang(architecture: Architecture) -> str | None:
+    """Returns a mechanism of the model that SGLang (0.5.23) lacks or computes differently, or that is untested."""
+    scaling, family, in_sglang = architecture.rope_scaling, architecture.family, FAMILIES[architecture.family].sglang
+    heeds_windows, is_direct = (in_sglang.windows, in_sglang.way == "direct") if in_sglang else (False, True)
+    found = {
+        f"model_type {family} ({NOT_IN_SGLANG.get(family)})": in_sglang is None,
+        "sliding windows, which SGLang's class of the family ignores": (
+            architecture.windows is not None and not heeds_windows
+        ),
+        "a head of its own, but SGLang's class of the family ties it to the embedding": (
+            family.startswith("gemma") and not architecture.tied_embeddings
+        ),
+        "layers without experts, which SGLang's class of the family lacks": (
+            architecture.moe is not None and _has_odd_dense_layers(architecture)
+        ),
+        "gated delta nets in other layers than SGLang expects": not _alternates(architecture),
+        "a vision tower, but no model.vision": (
+            architecture.family in TOWERS and architecture.vision is None and is_direct
+        ),
+        "biases in MLPs (mlp_bias)": architecture.mlp_bias,
+        "dynamic RoPE scaling (SGLang scales short texts too)": isinstance(scaling, DynamicScaling),
+        "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
+    }
+    return next((what for what, is_there in found.items() if is_there), None)
+
+
+def _has_odd_dense_layers(architecture: Architecture) -> bool:
+    """Returns whether a layer without experts follows one with them. Qwen's classes have no layers without experts."""
+    sparse = architecture.sparse_layers
+    return not all(sparse) if architecture.family.startswith("qwen") else sorted(sparse) != [*sparse]
+
+
+def _alternates(architecture: Architecture) -> bool:
+    """Returns whether every n-th layer has attention, and all others a gated delta net."""
+    delta = [kind.delta for kind in architecture.layer_kinds]
+    every = delta.index(False) + 1 if False in delta else len(delta) + 1
+    return all(is_delta == (number % every > 0) for number, is_delta in enumerate(delta, start=1))
+
+
+def _named_weights_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Yields the problems of weights that SGLang's own loader puts in place, by names of the checkpoint."""
+    served, family = config.served(role), f"a model of {architecture.family}, whose weights SGLang's own loader takes"
+    if served.dtype == "fp8":
+        yield f"{role}.dtype: got fp8 with {role}.engine sglang and {family} unquantised; expected auto, or embedded"
+    if config.keeps_adapters_apart(role):
+        yield (
+            f"weight_sync.adapters: got apart with {role}.engine sglang and {family} merged; expected merged, or "
+            f"{role}.engine: embedded"
+        )
+    if config.synced_delta and role == "rollout" and not served.sglang.keep_weights:
+        yield (
+            f"weight_sync.delta: got a section without {role}.sglang.keep_weights and with {family} whole; expected "
+            f"null, or {role}.sglang.keep_weights: true"
+        )
+    if role == "rollout" and config.model.router_replay == "rollout" and architecture.moe is not None:
+        yield (
+            f"model.router_replay: got rollout with {role}.engine sglang and {family}: its record of experts is "
+            f"untested there; expected recompute or off, or {role}.engine: embedded"
         )
 
 

@@ -3,12 +3,14 @@
 import ast
 import shlex
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
+from statistics import fmean
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
 from rltrain.data.columns import teachers_of_rows
-from rltrain.data.prompt_rows import Needs, RowParser
+from rltrain.data.prompt_rows import Needs, RowParser, encoded, responses_of
 from rltrain.data.prompts import (
     PromptDataset,
     PromptRow,
@@ -20,9 +22,12 @@ from rltrain.data.prompts import (
     same_tokens,
     shown_prompt,
 )
+from rltrain.data.row_index import Chained
 from rltrain.data.rows import Location
 from rltrain.data.tokenizer import UNKNOWN_MODEL, ModelLimits, PromptEncoder, load_encoder
 from rltrain.errors import CheckpointError, ConfigError, DataError
+from rltrain.models.vision import Grid
+from rltrain.planning.planned import RowImages
 from rltrain.planning.sizes import size, wrapped
 from rltrain.rewards.functions import BUILT_IN, labels_of
 from rltrain.rewards.judge import is_url
@@ -37,8 +42,9 @@ MEASURED = 64
 """Number of rows whose images are measured."""
 
 
-def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[str]:
-    """Returns a line for each source. `model` is the one of load_prompts.
+def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> tuple[list[str], RowImages | None]:
+    """Returns a line for each source, and the images of rows for training with model.vision if such rows were read.
+    `model` is the one of load_prompts.
 
     Raises the DataError that the job would raise: for a bad row without data.on_bad_row: skip, for a source without
     usable rows, and for a row with an unknown teacher.
@@ -51,6 +57,7 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
     files = {key: _files(source, key) for key, source, *_ in named}
     lines: list[str] = []
     trained_on: list[tuple[Sequence[PromptRow], SourceRows]] = []
+    evaluated: list[Sequence[PromptRow]] = []
     encoder = None
     for key, source, needs, difficulty in named:
         found = files[key]
@@ -70,29 +77,71 @@ def describe_rows(config: Config, model: ModelLimits = UNKNOWN_MODEL) -> list[st
             lines += _counted(title, rows, source)
             if is_trained_on and not trained_on:
                 lines.append(f"  {shown_prompt(parsed[0], encoder)}")
-                lines += [f"  {_images(parsed, encoder)}"] if encoder.images else []
             if (same := same_tokens(parsed, encoder)) is not None:
                 lines.append(f"  {same}")
             trained_on += [(parsed, rows)] if is_trained_on else []
+            evaluated += [] if is_trained_on else [parsed]
     _refuse_unknown_teachers(config, trained_on, encoder)
     num_trained_on = sum(rows.num_rows for _, rows in trained_on)
     if num_trained_on and algorithm_of(config).generates:
         repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)
         lines += [repeated] if repeated else []
-    return [part for line in lines for part in wrapped(line)]
+    images = None
+    if num_trained_on and isinstance(encoder, PromptEncoder) and encoder.images is not None:
+        images = measured_images([rows for rows, _ in trained_on], evaluated, encoder)
+        lines += _told_of_images(config, images)
+    return [part for line in lines for part in wrapped(line)], images
 
 
-def _images(rows: Sequence[PromptRow], encoder: PromptEncoder) -> str:
-    """Returns the images and their tokens in a prompt, on average over the first rows."""
+def measured_images(
+    trained_on: Sequence[Sequence[PromptRow]], evaluated: Sequence[Sequence[PromptRow]], encoder: PromptEncoder
+) -> RowImages:
+    """Returns the images of MEASURED rows, evenly over all rows of `trained_on`. `encoder` is the one of a run that
+    sees."""
     assert encoder.images is not None
-    measured = [encoder.encode(rows[number].prompt, rows[number].tools) for number in range(min(len(rows), MEASURED))]
-    merge, num_rows = encoder.images.merge, len(measured)
-    images = [image for context in measured for image in context.images]
-    of_images = sum(image.num_tokens(merge) for image in images) / num_rows
-    return (
-        f"a prompt has {len(images) / num_rows:.3g} images with {of_images:.4g} of its "
-        f"{sum(len(context.ids) for context in measured) / num_rows:.4g} tokens, on average over {num_rows} rows"
+    merge = encoder.images.merge
+    rows = _evenly(Chained(trained_on))
+    of_rows = [_grids(row, encoder) for row in rows]
+    tokens = [sum(prod(grid) for grid in grids) // merge**2 for grids in of_rows]
+    of_evaluations = [grid for part in evaluated for row in _evenly(part) for grid in _grids(row, encoder)]
+    grids = tuple(grid for of_row in of_rows for grid in of_row)
+    return RowImages(
+        num_rows=len(rows),
+        prompt_tokens=fmean(len(encoder.encode(row.prompt, row.tools).ids) for row in rows),
+        tokens=fmean(tokens),
+        most_tokens=max(tokens),
+        grids=grids,
+        largest=max(map(prod, (*grids, *of_evaluations)), default=0),
     )
+
+
+def _evenly(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    count = min(len(rows), MEASURED)
+    return [rows[number * len(rows) // count] for number in range(count)]
+
+
+def _grids(row: PromptRow, encoder: PromptEncoder) -> list[Grid]:
+    """Returns the different images of a row's prompt and of its responses to train on."""
+    images = [*encoder.encode(row.prompt, row.tools).images]
+    for response in responses_of(row):
+        if not isinstance(response, str):
+            images += encoded(row, response, encoder)[2]
+    return [*{image.key: image.grid for image in images}.values()]
+
+
+def _told_of_images(config: Config, images: RowImages) -> Iterator[str]:
+    used = "images of observations are assumed" if "env" in config.placed_roles else "estimates use them"
+    yield (
+        f"data.train: a prompt has {len(images.grids) / images.num_rows:.3g} images with {images.tokens:.4g} of its "
+        f"{images.prompt_tokens:.4g} tokens, on average over {images.num_rows} rows, and at most "
+        f"{images.most_tokens:,}; {used}"
+    )
+    settings = config.model.vision
+    if settings is not None and images.largest > settings.max_patches:
+        yield (
+            f"an image has {images.largest:,} patches, more than model.vision.max_patches {settings.max_patches:,}: it "
+            "is encoded alone, and the estimated bytes include this"
+        )
 
 
 def _refuse_unknown_teachers(

@@ -7,15 +7,16 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.data import Images
 from rltrain.config.models import OF_POLICY, FakeQuantization
 from rltrain.config.schema import Config
-from rltrain.models import Architecture, DynamicScaling, YarnScaling
+from rltrain.models import Architecture
 from rltrain.models.checkpoint_model import local_mechanisms, num_predicting, positions_of
-from rltrain.models.registry import FAMILIES, PREDICTIONS, SERVED_BY_SGLANG, TOWERS, TURNED, UNTOLD_FAMILIES
+from rltrain.models.registry import FAMILIES, PREDICTIONS, TURNED, UNTOLD_FAMILIES
 from rltrain.planning.problems import (
     adapted_model_problems,
     evaluated_text,
     longest_text,
     lora_key,
     refuse,
+    sglang_problems,
     url_problems,
 )
 from rltrain.reshard.megatron_layout import chunks_of
@@ -82,33 +83,8 @@ def _delta_head_problems(key: str, grid: Grid, architecture: Architecture) -> It
 def served_mechanism_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Yields the problems of the mechanisms of a served model."""
     yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
-    if config.served(role).engine != "sglang" or architecture.mla is not None:
-        return
-    path, key = config.checkpoint_of(role)
-    if lacks := _lacking_in_sglang(architecture):
-        yield (
-            f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
-            "supports; expected embedded"
-        )
-    if architecture.vision is not None and grid.tp > 1:
-        yield (
-            f"{config.parallel_of(role)[1]}.tp: got {grid.tp} with {role}.engine sglang and model.vision; expected 1: "
-            "a weight sync sends the whole vision tower to every rank, but a server splits it"
-        )
-
-
-def _lacking_in_sglang(architecture: Architecture) -> str | None:
-    """Returns a mechanism of the model that SGLang (0.5.23) lacks or computes differently, or that is untested."""
-    scaling = architecture.rope_scaling
-    found = {
-        "sliding windows": architecture.windows is not None,
-        f"model_type {architecture.family}": architecture.family not in SERVED_BY_SGLANG,
-        "a vision tower, but no model.vision": architecture.family in TOWERS and architecture.vision is None,
-        "biases in MLPs (mlp_bias)": architecture.mlp_bias,
-        "dynamic RoPE scaling (SGLang scales short texts too)": isinstance(scaling, DynamicScaling),
-        "an attention_factor of YaRN": isinstance(scaling, YarnScaling) and scaling.attention_factor is not None,
-    }
-    return next((what for what, is_there in found.items() if is_there), None)
+    if config.served(role).engine == "sglang":
+        yield from sglang_problems(config, role, grid, architecture)
 
 
 # Served models, and the ranks of their engines.
@@ -129,12 +105,6 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
         return
     parallel_key = config.parallel_of(role)[1]
     is_sglang = config.served(role).engine == "sglang"
-    if is_sglang and architecture.mla is not None:
-        path, key = config.checkpoint_of(role)
-        yield (
-            f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which only the embedded "
-            "engine supports; expected embedded"
-        )
     yield from served_mechanism_problems(config, role, grid, architecture)
     if architecture.moe is None:
         if grid.ep > 1:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -32,13 +33,20 @@ NOT_UNITS = re.compile(
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math(prompt: str, response: str, label: str, *, last_number: bool = True) -> float:
+def math(prompt: str, response: str, label: str, *, last_number: bool = True, after: Sequence[str] = ()) -> float:
     r"""Returns 1 if the final answers of response and label are equal, else 0.
 
     A final answer is the last \boxed{...}, else the text after the last "####" on its line. Without either, the whole
     label is its answer. The response's answer is then its last number, if `last_number`. After "####" a number with a
     unit equals the number, as in GSM8K: "#### 18 dollars" is 18.
+
+    With `after`, only the text after one of these marks counts, such as "</think>". The reward is 0 without a mark.
     """
+    if after:
+        mark = next((mark for mark in after if mark in response), None)
+        if mark is None:
+            return 0.0
+        response = response.rpartition(mark)[2]
     answer = marked_answer(response)
     if answer is None and last_number:
         answer = _last_number(response)

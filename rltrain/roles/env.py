@@ -177,6 +177,8 @@ class EnvRole(Role):
                 "max_new_tokens": config.env.max_turn_tokens or sampling.max_response_tokens,
                 **sampling.model_dump(include={"temperature", "top_p", "stop"}),
             },
+            batch_size=config.env.batch_size,
+            gpus=self.job.world.visible_gpus([self.job.world.rank]),
         )
 
     def _await_engines(self, what: str) -> None:

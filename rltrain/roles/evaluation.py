@@ -34,7 +34,7 @@ from rltrain.rewards.scorer import Scorer, Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, SampleLog
 from rltrain.roles.rollout import DrawingRole
-from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, sample_records, with_scores
+from rltrain.roles.scoring import FailureLimit, RankRecords, Scorables, are_logged, sample_records, with_scores
 from rltrain.rollout.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.runtime.job_store import POLL_S, poll_s
@@ -192,11 +192,10 @@ class EvaluationScoring:
             serve()
             time.sleep(POLL_S)
         scores = scorer.wait(pending, told if scorer is self.scorer else ())
-        shown = experience = with_scores(experience, scores)
+        experience = with_scores(experience, scores)
         statistics.add_of(evaluated.scorables.dataset, experience, scores)
-        if num_shown != "all":
-            shown = experience.select(torch.nonzero(experience.prompt_ids < num_shown).flatten())
-        records = sample_records(evaluated.scorables, shown, step, scorer.parts)
+        shown = experience.select(torch.nonzero(are_logged(experience, num_shown)).flatten())
+        records = sample_records(evaluated.scorables, shown, step, scorer.parts, self.job.images)
         self.log.append(*({"set": plan.name, **record} for record in records))
         what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
         record = [statistics.record(), statistics.first_failures, record_of(experience)]

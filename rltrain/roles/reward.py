@@ -140,7 +140,7 @@ class RewardRole(Role):
         if chunk == 0 and self.job.world.rank == self.leader:
             num_shown = min(self.config.logging.samples, scored.experience.num_samples)
             shown = scored.experience.select(torch.arange(num_shown))
-            self.log.append(*sample_records(self.training, shown, step, self.scorer.parts))
+            self.log.append(*sample_records(self.training, shown, step, self.scorer.parts, self.job.images))
         self.shipments["scored", step, chunk] = scored
         if chunk < self.job.shape.num_chunks - 1:
             return {}

@@ -210,6 +210,12 @@ class Job:
         if self.decoder is not None and experience.has("image_keys"):
             hold_images(self.decoder, self.rows.prompts.train if rows is None else rows, experience, step)
 
+    def hold_received_images(self, transfer: str, step: int, chunk: int, experience: Experience) -> None:
+        """Holds the images of the experience of a transfer, as `hold_images` does."""
+        prompts = self.rows.prompts
+        rows = prompts.evaluations[chunk] if transfer == "evaluation_samples" else None
+        self.hold_images(experience, step, rows)
+
 
 class Role:
     """A part in the run, executed by the ranks of its grid. Its tasks are methods `task(step, chunk) -> Metrics |

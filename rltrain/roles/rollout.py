@@ -23,7 +23,7 @@ from rltrain.offload.memory_parts import MemoryPart
 from rltrain.roles.env import Conversations, EpisodeSessions
 from rltrain.roles.prompt_images import PromptImages, keys_of_group
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.scoring import RATES_FILES, GroupScoring, training_rows
+from rltrain.roles.scoring import RATES_FILES, GroupScoring, are_logged, training_rows
 from rltrain.rollout.build import build_engine, serve_checkpoint
 from rltrain.rollout.engine import EngineSite, GreedyPlaces, SamplingParams, response_limit
 from rltrain.rollout.generation_loop import (
@@ -490,6 +490,10 @@ class RolloutRole(DrawingRole):
         replayed = transfer == "samples" and self.job.shape.replays_rollout
         shape = RoutingShape.of(self.job.architecture) if replayed else None
         experience = self.packed(finished, drawn, shape)
+        if transfer == "evaluation_samples" and experience.has("image_keys"):
+            are_shown = are_logged(experience, self.config.evaluation.logged_prompts)
+            keys = torch.where(are_shown.repeat_interleave(experience.lengths), experience.image_keys, 0)
+            experience = experience.with_fields(image_keys=keys)  # other images need not travel
         selection = self.training.selection
         if transfer == "samples" and self.scoring is not None and selection is not None:
             records = [(group, selection.records.pop(group.position)) for group in drawn]

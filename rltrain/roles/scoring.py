@@ -5,7 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from rltrain.checkpoint.run_files import Contents, read_contents, read_texts
 from rltrain.config import schema
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.experience import SIBLINGS_APART, Experience, join
-from rltrain.data.image_parts import with_references
-from rltrain.data.images import thumbnail
+from rltrain.data.image_parts import MARK, with_references
+from rltrain.data.images import thumbnail, thumbnail_of_pixels
 from rltrain.data.prompt_order import SolvedRateOrder, SolvedRates
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
@@ -29,11 +30,11 @@ from rltrain.roles.role import Job, SampleLog
 from rltrain.rollout.groups import Verdict
 from rltrain.rollout.rollout_state import FixedRows, OutcomeLog, RowStream, SolvedRateRows
 from rltrain.rollout.sample import SampleGroup, pack_groups
+from rltrain.runtime.image_files import ImageMissing, ImageStore
 from rltrain.runtime.job_store import JobStore, Waiter, poll, poll_s
 
 # Samples in the form for reward functions and models, with only the fields that these ask for.
 
-MAX_THUMBNAILS = 4
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
 TOKEN_FIELDS = frozenset({"prompt_ids", "response_ids", "response_mask"})
 
@@ -87,22 +88,22 @@ class Scorables:
 
     def conversation(self, experience: Experience, sample: int) -> list[Turn]:
         """Returns the turns of a sample with several turns, else []."""
-        first, end = experience.offsets()[sample : sample + 2].tolist()
-        mask, rewards = experience.response_mask[first:end], experience.turn_rewards[first:end]
+        of_sample = _tokens_of(experience, sample)
+        mask, rewards = experience.response_mask[of_sample], experience.turn_rewards[of_sample]
         ends = turn_ends(mask).tolist()
-        return [*self._turns(experience.tokens[first:end], mask, rewards, ends)] if len(ends) > 1 else []
+        return [*self._turns(experience.tokens[of_sample], mask, rewards, ends)] if len(ends) > 1 else []
 
     def rendered_prompt(self, experience: Experience, sample: int) -> str | None:
         """Returns the text before a sample's first trained token, or None if no token of it is trained."""
-        first, end = experience.offsets()[sample : sample + 2].tolist()
-        mask = experience.response_mask[first:end]
+        of_sample = _tokens_of(experience, sample)
+        mask = experience.response_mask[of_sample]
         if not mask.any():
             return None
-        end = first + int(mask.nonzero()[0])
-        tokens = experience.tokens[first:end]
+        before = slice(0, int(mask.nonzero()[0]))
+        tokens = experience.tokens[of_sample][before]
         if experience.has("image_keys"):  # an image is one placeholder in the text
-            keys = experience.image_keys[first:end]
-            tokens = tokens[(keys == 0) | (keys != torch.cat([keys.new_zeros(1), keys[:-1]]))]
+            keys = experience.image_keys[of_sample][before]
+            tokens = tokens[(keys == 0) | _begins_image(keys)]
         return self.decoder.spelled(tokens.tolist())
 
     def _from_environment(self, tokens: Tensor, mask: Tensor, rewards: Tensor) -> dict[str, Any]:
@@ -116,14 +117,20 @@ class Scorables:
 
     def _turns(self, tokens: Tensor, mask: Tensor, rewards: Tensor, ends: Sequence[int]) -> Iterator[Turn]:
         begin = int(mask.nonzero()[0])
-        for end, following in zip(ends, [*ends[1:], len(mask)], strict=True):
-            drawn = mask[end:following].nonzero()
-            next_begin = end + int(drawn[0]) if len(drawn) else len(mask)
+        for end, next_begin in zip(ends, next_turns(mask, ends), strict=True):
             said = {"role": "assistant", "content": self.decoder.decode(tokens[begin:end].tolist())}
-            observed = self.decoder.decode(tokens[end:next_begin].tolist())
+            observed = self._observed(tokens[end:next_begin].tolist())
             replies = [{"role": "user", "content": observed}] if observed else []
             yield {"message": said, "replies": replies, "reward": float(rewards[begin:end].sum())}
             begin = next_begin
+
+    def _observed(self, tokens: Sequence[int]) -> str:
+        """Returns the text of an observation, with MARK for each image."""
+        images = self.dataset.encoder.images
+        if images is None:
+            return self.decoder.decode(tokens)
+        parts = groupby(tokens, key=lambda token: token == images.image_token)
+        return "".join(MARK if is_image else self.decoder.decode([*part]) for is_image, part in parts)
 
     def _asked_for(self, row: int, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -147,6 +154,19 @@ def turn_ends(mask: Tensor) -> Tensor:
     of shape [tokens]."""
     following = torch.cat([mask[1:], mask.new_zeros(min(len(mask), 1))])
     return torch.nonzero(mask & ~following).flatten() + 1
+
+
+def next_turns(mask: Tensor, ends: Sequence[int]) -> list[int]:
+    """Returns where the turn after each of `ends` begins. For the last one this is the end of the sample.
+
+    `mask` is one sample's response_mask, and `ends` are its `turn_ends`.
+    """
+    begins = (torch.nonzero(mask[1:] & ~mask[:-1]).flatten() + 1).tolist()
+    return [*(begin for begin in begins if begin >= ends[0]), len(mask)]
+
+
+def _tokens_of(experience: Experience, sample: int) -> slice:
+    return slice(*experience.offsets()[sample : sample + 2].tolist())
 
 
 def _wanted_columns(
@@ -211,12 +231,30 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
 
 # Records of scored samples for users.
 
+MAX_THUMBNAILS = 4
+"""Number of images of a prompt or an observation with a small copy."""
+MAX_OBSERVED = 16
+"""Number of small copies of images of a sample's observations."""
 
-def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+
+def are_logged(experience: Experience, num_prompts: int | Literal["all"]) -> Tensor:
+    """Returns whether each sample of an evaluation has a record, by evaluation.logged_prompts."""
+    return experience.prompt_ids < (math.inf if num_prompts == "all" else num_prompts)
+
+
+def sample_records(
+    source: Scorables,
+    scored: Experience,
+    step: int,
+    parts: Sequence[Part],
+    images: ImageStore | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yields a JSON record of each sample. The samples answer prompts of `source`.
 
-    With several `parts` a record has the reward of each part. It has small copies of the first images of the prompt. It
-    has `rendered_prompt`, the text before the first generated token, if this is not the row's prompt.
+    With several `parts` a record has the reward of each part. It has `rendered_prompt`, the text before the first
+    generated token, if this is not the row's prompt. With `images`, the decoded images of this node, it has small
+    copies of the first images that the model was shown, in the order of the text. Those before the first generated
+    token belong to the record, and others to the reply that showed them.
     """
     versions = scored.policy_version.split(scored.lengths.tolist())
     masks = scored.response_mask.split(scored.lengths.tolist())
@@ -240,11 +278,53 @@ def sample_records(source: Scorables, scored: Experience, step: int, parts: Sequ
             record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in given}
         if len(source.dataset.sources) > 1:
             record["source"] = source.dataset.source_of(int(scored.prompt_ids[number]))
-        if images := source.dataset.image_sources(int(scored.prompt_ids[number])):
-            record["images"] = [thumbnail(image) for image in images[:MAX_THUMBNAILS]]
+        of_row = source.dataset.image_sources(int(scored.prompt_ids[number]))
+        of_prompt, *of_replies = _thumbnails(scored, number, images)
+        if of_prompt or of_row:
+            record["images"] = of_prompt or [thumbnail(image) for image in of_row[:MAX_THUMBNAILS]]
         if turns := source.conversation(scored, number):
-            record["turns"] = turns
+            record["turns"] = [*_with_thumbnails(turns, of_replies)]
         yield record
+
+
+def _thumbnails(experience: Experience, sample: int, images: ImageStore | None) -> list[list[str]]:
+    """Returns small copies of the images before a sample's first generated token, then of those after each turn."""
+    of_sample = _tokens_of(experience, sample)
+    mask = experience.response_mask[of_sample]
+    ends = turn_ends(mask).tolist()
+    if images is None or not experience.has("image_keys"):
+        return [[] for _ in range(1 + len(ends))]
+    keys = experience.image_keys[of_sample]
+    keys = torch.where(_begins_image(keys), keys, 0)
+    first, room = int(mask.nonzero()[0]) if ends else len(mask), MAX_OBSERVED
+    found = [_copies(images, keys[:first], MAX_THUMBNAILS)]
+    for end, next_begin in zip(ends, next_turns(mask, ends) if ends else [], strict=True):
+        found.append(_copies(images, keys[end:next_begin], min(room, MAX_THUMBNAILS)))
+        room -= len(found[-1])
+    return found
+
+
+def _copies(images: ImageStore, keys: Tensor, most: int) -> list[str]:
+    """Returns small copies of the first images of `keys`, of those that this node still has."""
+    found = []
+    for key in keys[keys > 0][:most].tolist():
+        try:
+            found.append(thumbnail_of_pixels(images.pixels(key)))
+        except ImageMissing:
+            continue
+    return found
+
+
+def _begins_image(keys: Tensor) -> Tensor:
+    """Returns whether an image begins at each token, for one sample's image_keys of shape [tokens]."""
+    return (keys != 0) & (keys != torch.cat([keys.new_zeros(min(len(keys), 1)), keys[:-1]]))
+
+
+def _with_thumbnails(turns: Iterable[Turn], of_turns: Iterable[list[str]]) -> Iterator[Turn]:
+    """Yields the turns with small copies of images under "images" of the reply that showed them."""
+    for turn, copies in zip(turns, of_turns, strict=True):
+        shown = [{**reply, "images": copies} for reply in turn["replies"]] if copies else turn["replies"]
+        yield {**turn, "replies": shown}
 
 
 # The limit on failures of reward functions. Beyond it the job ends.

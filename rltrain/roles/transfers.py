@@ -25,8 +25,8 @@ SEEING = ("reward", "actor", "critic", "reference", "inference")
 """Roles that get the images of the same transfers. Their models see, or they pass the images on."""
 IMAGE_FIELDS = ("image_keys", "rope_positions")
 
-HoldImages = Callable[[Experience, int], None]
-"""Holds the images of an experience for this rank until the end of a step."""
+HoldImages = Callable[[str, int, int, Experience], None]
+"""Holds the images of the experience of (transfer, step, chunk) for this rank until the end of the step."""
 
 
 def key_of(post: Entry) -> Key:
@@ -45,7 +45,7 @@ class Transfers:
         exchange: Exchange,
         roles: Mapping[str, Role],
         trace: Trace,
-        hold_images: HoldImages = lambda experience, step: None,
+        hold_images: HoldImages = lambda transfer, step, chunk, experience: None,
         *,
         saves_images: bool = False,
     ) -> None:
@@ -76,7 +76,7 @@ class Transfers:
         """Receives a shipment for the destination role."""
         entry = self.order[position]
         shipment = self.exchange.wait(self._route(self.order.post_of(position)))
-        self.hold_images(shipment.experience, entry.step)
+        self.hold_images(entry.name, entry.step, entry.chunk, shipment.experience)
         self.roles[entry.roles[1]].shipments[entry.name, entry.step, entry.chunk] = shipment
 
     def finish(self, end: int) -> None:
@@ -121,7 +121,7 @@ class Transfers:
             if source in self.roles:
                 role = self.roles[source]
                 shipment = role.shipments[name, step, chunk] = share(of_all, role.dp, role.grid.dp)
-                self.hold_images(shipment.experience, step)
+                self.hold_images(name, step, chunk, shipment.experience)
 
     def _expect_crossing(self, found: Mapping[Key, Sequence[Shipment]]) -> None:
         posts = [*takewhile(lambda entry: entry.kind == "post", self.order)]
@@ -169,8 +169,11 @@ class Transfers:
         replayed = self.shape.replays_rollout and transfer in REPLAYED
         if replayed and destination in REPLAYING:
             fields = (*fields, "routed_experts")
-        seen = self.shape.sees and transfer in REPLAYED and destination in SEEING
-        return (*fields, *IMAGE_FIELDS) if seen else fields
+        if not self.shape.sees or destination not in SEEING:
+            return fields
+        if transfer == "evaluation_samples":  # images are only for the records of samples
+            return (*fields, "image_keys")
+        return (*fields, *IMAGE_FIELDS) if transfer in REPLAYED else fields
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -154,7 +154,7 @@ def reshardings_into(job: Job, role: str, part: EnginePart, delta: WeightDelta |
     if part.content == "adapters":
         return [RoleResharding(job, role, job.adapters_layout(), part.layout)]
     source = job.training_layout("actor")
-    found = [(source, part, False)]
+    found = [(source, part, part.is_frozen)]
     if job.config.makes_served_weights and part.content == "weights":
         found = [
             (holding(source, held), EnginePart(holding(part.plain, held), part.quantized & held), is_frozen)
@@ -235,6 +235,8 @@ class ActorSync:
 
     def __init__(self, actor: Role | None) -> None:
         self.actor = cast(ActorRole | None, actor)
+        self.moved_bytes: dict[int, int] = {}
+        """Bytes moved between ranks for each part when it was last sent."""
 
     def receiving(self, number: int, *, is_kept: bool) -> AbstractContextManager[Tensors]:
         """Returns a context with the tensors to fill for a part, or None on a rank without any of them.
@@ -247,15 +249,18 @@ class ActorSync:
         self, numbers: Iterable[int] | None = None, turn: DeltaTurn = DeltaTurn.PLAIN, *, compares: bool = False
     ) -> tuple[SyncReport | None, float]:
         """Sends the given parts, or all. Returns the report, if any, and the seconds spent on comparing both sides."""
-        reports, verify_s = [], 0.0
+        reports, verify_s = list[SyncReport](), 0.0
         for number in range(len(self.parts)) if numbers is None else numbers:
             part = self.parts[number]
             source = _held_by(self.actor.model, part.content) if self.actor else None
+            first = len(reports)
             with self.receiving(number, is_kept=turn is DeltaTurn.CHANGES) as destination:
                 for resharding in part.reshardings:
                     report, seconds = resharding.run(source, destination, turn, compares=compares)
                     reports += [report] if report else []
                     verify_s += seconds
+            if reports[first:]:
+                self.moved_bytes[number] = sum(report.bytes_moved for report in reports[first:])
         return total(reports) if reports else None, verify_s
 
 
@@ -278,7 +283,6 @@ class WeightSyncTask(ActorSync):
         self.engine = follower.engine if follower else None
         self.config, delta = job.config.weight_sync, job.config.synced_delta
         self.compared_every = job.config.checks.replicas
-        self.weights = follower.parts["weights"] if follower and delta else None
         self.left: tuple[int, int, int] | None = None
         """State of this rank's engine after the last sync: version, times its memory was emptied, restarts of its
         process."""
@@ -287,6 +291,10 @@ class WeightSyncTask(ActorSync):
             SyncedPart(reshardings_into(job, "rollout", part, delta), part.content)
             for part in engine_parts(job.config, job.architecture, job.grids["rollout"])
         ]
+        keeps_frozen = job.config.served("rollout").engine != "http" and any(part.is_frozen for part in self.parts)
+        self.notices_losses = delta is not None or keeps_frozen
+        """Whether a sync depends on what the engines still have. Files for servers at URLs need all tensors."""
+        self.weights = follower.parts["weights"] if follower and self.notices_losses else None
         self.has_base = False
         """Whether the engines have the base weights from an earlier sync of this process. They never lose them."""
         self.turns = DeltaTurns(delta.full_every, delta.check_every) if delta else None
@@ -301,19 +309,22 @@ class WeightSyncTask(ActorSync):
         lost, restarts = self.has_lost_weights(), self.engine.num_restarts if self.engine else 0
         if self.engine:
             self.engine.begin_update()
-        turn = self._turn(lost)
+        is_lost = self._is_lost_by_any(lost)
+        turn = self.turns.next(lost=is_lost) if self.turns else DeltaTurn.PLAIN
         is_due = self.compared_every > 0 and step % self.compared_every == 0
         try:
-            report, verify_s = self._send_due(turn, is_due=is_due)
+            report, verify_s, kept = self._send_due(turn, is_lost=is_lost, is_due=is_due)
         except SyncMismatchError as drifted:
             if turn is not DeltaTurn.CHANGES or self.turns is None:
                 raise
             turn = self._begin_anew(drifted)
-            report, verify_s = self._send_due(turn, is_due=is_due)
+            report, verify_s, kept = self._send_due(turn, is_lost=is_lost, is_due=is_due)
         if self.engine:
             self.engine.end_update(step)
             self.left = step, self.weights.times_emptied if self.weights else 0, restarts
         metrics = metrics_of(report) if report else {}
+        if report and any(part.is_frozen for part in self.parts):
+            metrics["perf/weight_sync_kept_bytes"] = sum(self.moved_bytes[number] for number in kept)
         if report and self.turns:
             self.turns.finished(turn, sent_share_of(report))
             metrics |= delta_metrics_of(report, turn)
@@ -327,11 +338,13 @@ class WeightSyncTask(ActorSync):
         emptied = self.weights.times_emptied if self.weights else 0
         return self.left != (self.engine.policy_version, emptied, self.engine.num_restarts)
 
-    def _turn(self, lost: bool) -> DeltaTurn:
-        if self.turns is None:
-            return DeltaTurn.PLAIN
+    def _is_lost_by_any(self, lost: bool) -> bool:
+        """Returns whether any engine has lost the result of the last sync. It counts as lost if no part depends on
+        it."""
+        if not self.notices_losses:
+            return True
         self.agreement.meet()
-        return self.turns.next(lost=self.agreement.total([int(lost)])[0] > 0)
+        return self.agreement.total([int(lost)])[0] > 0
 
     def _begin_anew(self, drifted: SyncMismatchError) -> DeltaTurn:
         assert self.turns is not None, "it was a sync of changes"
@@ -344,18 +357,21 @@ class WeightSyncTask(ActorSync):
         self.turns.differed()
         return DeltaTurn.WHOLE
 
-    def _send_due(self, turn: DeltaTurn, *, is_due: bool) -> tuple[SyncReport | None, float]:
-        """Sends the parts that the engines lack. Compares both sides if `is_due`."""
+    def _send_due(
+        self, turn: DeltaTurn, *, is_lost: bool, is_due: bool
+    ) -> tuple[SyncReport | None, float, Collection[int]]:
+        """Sends the parts that the engines lack. Compares both sides if `is_due`. Returns the results of `send`, and
+        the parts that the engines have."""
         compares = is_due or (self.turns is not None and self.turns.compares)
-        knows_frozen = turn is DeltaTurn.CHANGES and not (compares or self.config.verify)
-        lacking = [
+        has_frozen = not is_lost and turn is not DeltaTurn.WHOLE and not (compares or self.config.verify)
+        kept = {
             number
             for number, part in enumerate(self.parts)
-            if not ((part.is_frozen and knows_frozen) or (part.content == "base" and self.has_base))
-        ]
-        sent = self.send(lacking, turn, compares=compares)
+            if (part.is_frozen and has_frozen) or (part.content == "base" and self.has_base)
+        }
+        sent = self.send([number for number in range(len(self.parts)) if number not in kept], turn, compares=compares)
         self.has_base = True
-        return sent
+        return *sent, kept
 
     @contextmanager
     def receiving(self, number: int, *, is_kept: bool) -> Iterator[Tensors]:

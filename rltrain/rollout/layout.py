@@ -1,6 +1,7 @@
 """Layouts of engines: SGLang's parameters for every rank of a grid."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -8,10 +9,11 @@ from typing import Literal
 import numpy as np
 
 from rltrain.config.schema import Config, Served
-from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
+from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors, tower_names
+from rltrain.models.registry import BY_NAMES_IN_SGLANG
 from rltrain.models.table import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8_blocks import BoolArray, QuantizedLayouts, quantized
-from rltrain.reshard.layout import Layout, RankLayout, Segment, hf_layout, parameter_types, split
+from rltrain.reshard.layout import Layout, RankLayout, Segment, hf_layout, holding, parameter_types, split
 from rltrain.reshard.megatron_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 from rltrain.runtime.grid import Grid
 
@@ -53,6 +55,18 @@ def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float
     )
 
 
+def by_names(architecture: Architecture) -> bool:
+    """Returns whether SGLang's own loader puts the weights of a model in place, by the names of the checkpoint."""
+    return architecture.family in BY_NAMES_IN_SGLANG
+
+
+def whole_tensors_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
+    """Returns the layout of weights for SGLang's own loader: whole tensors of the checkpoint, each on one rank of every
+    engine. The server's ranks exchange them."""
+    layout = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype)
+    return replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
+
+
 @dataclass(frozen=True, eq=False)
 class EnginePart:
     """Some parameters of a role's engines. `quantized` [tensors] marks the tensors of `plain` held in FP8."""
@@ -62,6 +76,8 @@ class EnginePart:
     content: Literal["weights", "base", "adapters"] = "weights"
     """The content of an update: the actor's weights with any adapters merged, its base weights (sent once), or its
     adapters."""
+    is_frozen: bool = False
+    """Whether training changes none of the parameters."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -92,6 +108,9 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
             plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     is_sglang = served.engine == "sglang"
+    if is_sglang and by_names(architecture):
+        plain = whole_tensors_layout(architecture, grid, dtype=config.model.dtype)
+        return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
 
 
@@ -118,6 +137,8 @@ def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: s
     wholes, served = [whole_engine(config, architecture, grid, role)], config.served(role)
     if config.keeps_adapters_apart(role):
         wholes = [replace(wholes[0], content="base"), adapters_of_engine(config, architecture, grid, role)]
+    elif role == "rollout" and served.engine != "http" and config.freezes_tower:
+        wholes = [*_tower_and_rest(wholes[0], architecture)]
     if served.engine == "embedded":
         return wholes  # in this process, without staging memory to bound
     return [part for whole in wholes for part in in_parts(whole, staging_bytes(served))]
@@ -134,9 +155,16 @@ def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
     parts = split(replace(whole.plain, types=as_held), max_bytes)
     return [
-        EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part), whole.content)
+        replace(whole, plain=replace(part, types=whole.plain.types), quantized=whole.quantized & _holds(part))
         for part in parts
     ]
+
+
+def _tower_and_rest(whole: EnginePart, architecture: Architecture) -> Iterator[EnginePart]:
+    """Yields an engine's frozen vision tower, then its other parameters."""
+    is_tower = np.isin(whole.plain.tensors.names, sorted(tower_names(architecture)))
+    for held, is_frozen in ((is_tower, True), (~is_tower, False)):
+        yield EnginePart(holding(whole.plain, held), whole.quantized & held, whole.content, is_frozen)
 
 
 def _holds(layout: Layout) -> BoolArray:

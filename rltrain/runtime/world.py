@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -206,6 +207,14 @@ class World:
         """The ranks on this node."""
         first = self.rank - self.local_rank
         return range(first, first + self.ranks_per_node)
+
+    def visible_gpus(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Returns the GPUs of ranks of a node as names for CUDA_VISIBLE_DEVICES of a child process. Empty on CPU."""
+        if self.device.type != "cuda":
+            return ()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        return tuple(names[rank % self.ranks_per_node] for rank in ranks)
 
     @property
     def backend(self) -> str:

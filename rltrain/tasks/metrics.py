@@ -283,6 +283,11 @@ SCORE_EVALUATION = (
 )
 WEIGHT_SYNC = (
     Metric("perf/weight_sync_bytes", "bytes", "bytes moved between ranks by the weight sync"),
+    Metric(
+        "perf/weight_sync_kept_bytes",
+        "bytes",
+        "bytes that the weight sync did not move again, because engines have them and no training changes them",
+    ),
     Metric("perf/weight_sync_local_bytes", "bytes", "bytes copied within ranks by the weight sync"),
     Metric("perf/weight_sync_node_bytes", "bytes", "moved bytes between ranks of one node"),
     Metric("perf/weight_sync_network_bytes", "bytes", "moved bytes between nodes"),

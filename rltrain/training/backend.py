@@ -65,7 +65,16 @@ class ModelSite:
         path, key = self.config.checkpoint_of(self.role)
         folder = Path(self.checkpoint or path)
         rules = ImageRules.read(folder, self.config.data.images, key)
-        return Sight(folder, rules.mean, rules.std, settings, self.images, self.on_images)
+        return Sight(
+            folder, rules.mean, rules.std, settings, self.images, self.on_images, is_constant=self._is_constant(path)
+        )
+
+    def _is_constant(self, path: str) -> bool:
+        """Returns whether the tower of a trained model, from the checkpoint in `path`, has the same weights in all
+        passes. A reference in the actor's modules may have others."""
+        if self.role not in ("actor", "critic") or not self.config.freezes_tower_of(self.role):
+            return False
+        return self.role == "critic" or self.config.checkpoint_of("reference")[0] == path
 
 
 class TrainingBackend(ABC):

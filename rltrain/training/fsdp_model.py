@@ -480,8 +480,8 @@ class ShardedModel(PackedModel):
         own = len(pieces_of(self.tower.tower, with_fields, self.tower.store))
         most = torch.tensor(own, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg_collection.all)
-        if not most:
-            return None
+        if not most and not any(batch.experience.image_keys.any() for batch in with_fields):
+            return None  # otherwise all images may have kept features
         trains = trains and self.tower.is_trained
         return TowerPass(self.tower.tower, with_fields, self.tower.store, trains=trains, num_pieces=int(most))
 

@@ -1,6 +1,7 @@
 """Vision towers in training. Images are encoded before a model's forward, and the tower's backward follows the
 model's."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -37,6 +38,41 @@ class Sight:
     settings: VisionSettings
     images: ImageStore | None = None
     on_images: OnImages | None = None
+    is_constant: bool = False
+    """Whether the tower has the same weights in all passes."""
+
+
+class KeptFeatures:
+    """Features of images on the host, for further passes of a tower whose weights stay. It keeps those used last, of
+    at most `max_bytes`."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self._kept: OrderedDict[int, list[Tensor]] = OrderedDict()
+        self._num_bytes = 0
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._kept
+
+    def of(self, key: int, device: torch.device) -> list[Tensor]:
+        """Returns the kept features of an image on `device`: those of its tokens, then those of each deepstack
+        layer."""
+        self._kept.move_to_end(key)
+        return [features.to(device) for features in self._kept[key]]
+
+    def keep(self, key: int, features: Sequence[Tensor]) -> None:
+        """Keeps a copy, if there is room for it."""
+        if _num_bytes(features) > self.max_bytes:
+            return
+        copies = [one.detach().to("cpu", copy=True) for one in features]
+        self._kept[key] = copies
+        self._num_bytes += _num_bytes(copies)
+        while self._num_bytes > self.max_bytes:
+            self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -50,13 +86,16 @@ class Tower:
     max_patches: int
     recompute: bool
     on_images: OnImages | None = None
+    kept: KeptFeatures | None = None
+    """Features of earlier passes. None if the tower's weights may change."""
 
     @classmethod
     def of(cls, vision: Vision, encode: Encode, sight: Sight, device: torch.device) -> "Tower":
         """Returns the tower with the function `encode` on `device`."""
         mean, std = (torch.tensor(values, device=device) for values in (sight.mean, sight.std))
         settings = sight.settings
-        return cls(vision, encode, mean, std, settings.max_patches, settings.recompute, sight.on_images)
+        kept = KeptFeatures(settings.training_cache_gb * 1e9) if sight.is_constant else None
+        return cls(vision, encode, mean, std, settings.max_patches, settings.recompute, sight.on_images, kept)
 
 
 @dataclass(frozen=True)
@@ -92,7 +131,8 @@ class _Piece:
 
 
 class TowerPass:
-    """One pass of a tower over the images of micro-batches. Each distinct image is encoded once.
+    """One pass of a tower over the images of micro-batches. Each distinct image is encoded once, and not again if the
+    tower has kept its features.
 
     The features are leaf tensors. So a schedule may run the micro-batches' forward and backward in any order, and
     recompute parts of them. Then `backward` sends the leaves' gradients through the tower.
@@ -120,13 +160,14 @@ class TowerPass:
             keys = [key for piece in self._pieces for key in piece.keys]
             tower.on_images([grid_of(tower.vision, store.shape(key)) for key in keys], trains)
         self._pieces += [_Piece([]) for _ in range((num_pieces or 0) - len(self._pieces))]
-        self._leaves: dict[int, list[Tensor]] = {}
+        self._leaves = self._kept_leaves(batches)
         keeps_graph = trains and not tower.recompute
         for piece in self._pieces:
             piece.random = torch.random.get_rng_state() if trains else None
             with torch.set_grad_enabled(keeps_graph):
                 outputs = self._encoded(piece)
             self._leaves |= self._leaves_of(piece, outputs)
+            self._keep(piece, outputs)
             piece.outputs = outputs if keeps_graph else []
 
     def shown(self, batch: int, row_of: Callable[[Tensor], Tensor]) -> Shown | None:
@@ -177,6 +218,23 @@ class TowerPass:
         features, deepstack = self.tower.encode(*patches_of(vision, on_device, self.tower.mean, self.tower.std))
         return [features, *deepstack]
 
+    def _kept_leaves(self, batches: Sequence[MicroBatch]) -> dict[int, list[Tensor]]:
+        """Returns the leaves of images with kept features."""
+        kept = self.tower.kept
+        if kept is None:
+            return {}
+        assert not self.trains, "kept features are of a tower that does not change"
+        device = self.tower.mean.device
+        return {key: [one.float() for one in kept.of(key, device)] for key in _keys_of(batches) if key in kept}
+
+    def _keep(self, piece: _Piece, outputs: list[Tensor]) -> None:
+        if self.tower.kept is None or not piece.keys:
+            return
+        lengths = [_num_tokens(self.store, self.tower.vision, key) for key in piece.keys]
+        by_depth = [output.split(lengths) for output in outputs]
+        for key, of_image in zip(piece.keys, zip(*by_depth, strict=True), strict=True):
+            self.tower.kept.keep(key, of_image)
+
     def _leaves_of(self, piece: _Piece, outputs: list[Tensor]) -> dict[int, list[Tensor]]:
         """Returns the leaves by image: the features, then those of each deepstack layer."""
         lengths = [_num_tokens(self.store, self.tower.vision, key) for key in piece.keys]
@@ -189,10 +247,11 @@ class TowerPass:
 
 def pieces_of(tower: Tower, batches: Sequence[MicroBatch], store: ImageStore) -> list[list[int]]:
     """Returns the keys of distinct images in the micro-batches, piece by piece as `TowerPass` encodes them."""
-    keys = [batch.experience.image_keys.numpy() for batch in batches]
     pieces: list[list[int]] = []
     room = 0
-    for key in dict.fromkeys(key for of_batch in keys for key in of_batch[of_batch > 0].tolist()):
+    for key in _keys_of(batches):
+        if tower.kept is not None and key in tower.kept:
+            continue
         size = _num_tokens(store, tower.vision, key) * tower.vision.merge**2
         if size > room:
             pieces.append([])
@@ -200,6 +259,12 @@ def pieces_of(tower: Tower, batches: Sequence[MicroBatch], store: ImageStore) ->
         pieces[-1].append(key)
         room -= size
     return pieces
+
+
+def _keys_of(batches: Sequence[MicroBatch]) -> list[int]:
+    """Returns the keys of the micro-batches' images, each once."""
+    keys = [batch.experience.image_keys.numpy() for batch in batches]
+    return [*dict.fromkeys(key for of_batch in keys for key in of_batch[of_batch > 0].tolist())]
 
 
 def _num_tokens(store: ImageStore, vision: Vision, key: int) -> int:

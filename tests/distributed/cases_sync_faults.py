@@ -58,6 +58,7 @@ class Rank:
                 checks=Checks(),
                 served=lambda role: Rollout(),
                 keeps_adapters_apart=lambda role: False,
+                freezes_tower=False,
                 makes_served_weights=False,
                 synced_delta=None,
             ),

@@ -1,5 +1,6 @@
 """The ranks of test_vision_fsdp: tiny vision-language models under fully_shard on two ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from rltrain.config import schema
 from rltrain.models.vision import Tower
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.image_files import ImageStore
+from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_backend import ShardedTrainableModel
 from tests.support.packed_experience import plain_experience
 from tests.support.sharded_models import seeing_in_training, shard_differences
@@ -81,8 +84,33 @@ def comparisons(folder: str, names: list[str]) -> dict[str, Any]:
             "gradients": gradients,
             "of_text": _of_text(model) if name == "uneven" else None,
         }
+        if name == "nothing_on_one_rank":
+            seen["kept"] = _kept(place / way.kind, way, groups, store, expected[way.kind])
     store.close()
     return seen
+
+
+def _kept(
+    folder: Path, way: Way, groups: ProcessGroups, store: ImageStore, expected: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """Returns the numbers of encoded images in passes of a frozen tower, and the largest difference of a log-prob.
+
+    The second rank has no images in the first pass, and those of the first rank in the others.
+    """
+    encoded: list[int] = []
+    model = seeing_in_training(
+        *(folder, way.grid, groups, store),
+        max_tokens=ALONE,
+        vision=schema.VisionSettings(train=False, max_patches=50),
+        on_images=lambda grids, backward: encoded.append(len(grids)),
+        is_constant=True,
+    )
+    differences = []
+    for passed in range(3):
+        samples = experience_of(SAMPLES).select(torch.tensor([] if dist.get_rank() and not passed else ALL).long())
+        found = model.evaluate(samples, max_tokens=ALONE).split(samples.lengths.tolist())
+        differences += [float((one - two).abs().max()) for one, two in zip(found, expected, strict=False)]
+    return {"encoded": encoded, "logprobs": max(differences)}
 
 
 def _of_text(model: ShardedTrainableModel) -> list[str]:

@@ -36,3 +36,10 @@ def test_log_probs_and_gradients_are_those_of_transformers(ranks: Ranks, name: s
 
 def test_no_rank_runs_the_tower_without_images(ranks: Ranks) -> None:
     assert [of_rank["of_text"] for of_rank in reports(ranks, "uneven")] == [[], []]
+
+
+def test_images_with_kept_features_are_not_encoded_again(ranks: Ranks) -> None:
+    """Then the first rank encodes blank images, because the second gathers its shards."""
+    first, second = reports(ranks, "kept")
+    assert [first["encoded"], second["encoded"]] == [[4, 0, 0], [0, 4, 0]]
+    assert max(first["logprobs"], second["logprobs"]) < TOLERANCE

@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from rltrain.cli.report import COLOURS
+from rltrain.data.images import source_of, thumbnail
 from tests.support.run_folders import HOSTILE, write_run
 from tools.report import report
 
@@ -230,6 +232,22 @@ def test_text_of_the_model_stays_text(browser: Browser, page: Path) -> None:
     texts = browser.evaluate("[...document.querySelectorAll('.card pre')].map(e => e.textContent)")
     assert any(text.startswith(HOSTILE) for text in texts)
     assert browser.evaluate("window.hacked === undefined && document.querySelectorAll('img').length === 0")
+
+
+def test_images_are_shown_below_the_texts_that_have_them(browser: Browser, tmp_path: Path) -> None:
+    copies = [thumbnail(source_of(Image.new("RGB", (60 + side, 30), "red"))) for side in range(3)]
+    said = {"message": {"role": "assistant", "content": "left"}, "reward": 0.0}
+    seen = {"role": "user", "content": "<image><image>", "images": [*copies[1:], "https://example.org/a.png"]}
+    turns = [{**said, "replies": [seen]}, {**said, "replies": []}]
+    sample = {"step": 0, "prompt": "<image>Go!", "response": "leftleft", "images": copies[:1], "turns": turns}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample))
+    browser.open(report(tmp_path, tmp_path / "report", Console(file=io.StringIO()))[0], *LAPTOP)
+    browser.wait_for("[...document.images].every(e => e.complete)")
+    above = "e.parentElement.previousElementSibling.textContent"
+    shown = browser.evaluate(f"[...document.querySelectorAll('.card img')].map(e => [e.alt, {above}, e.naturalWidth])")
+    environment = ["image of the environment", "<image><image>"]
+    assert shown == [["image of the prompt", "<image>Go!", 60], [*environment, 61], [*environment, 62]]
+    assert browser.problems == []
 
 
 def test_only_the_pages_own_script_may_run(browser: Browser, page: Path, tmp_path: Path) -> None:

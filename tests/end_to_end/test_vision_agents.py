@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.counting_images import GRPO, IMAGE_TOKENS, grpo_overrides
-from tests.support.jobs import column, train
+from tests.support.jobs import column, read_lines, train
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS, SAMPLES = 3, 4, 4
@@ -33,5 +33,8 @@ def test_the_images_of_an_agent_are_trained_on_as_they_were_seen(order: str, cou
     num_images = PROMPTS * SAMPLES * 2
     assert column(records, "images/tokens") == [num_images * IMAGE_TOKENS] * STEPS, "both images of an episode"
     assert column(records, "images/distinct") == [num_images] * STEPS
+    for sample in read_lines(tmp_path / "samples.jsonl"):
+        (shown,) = [reply for turn in sample["turns"] for reply in turn["replies"]]
+        assert "<image>" in shown["content"] and len(sample["images"]) == len(shown["images"]) == 1
     if order == "in turn":
         assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4

@@ -35,7 +35,7 @@ def test_rewards_teach_a_model_to_count(counting: Path, tmp_path: Path) -> None:
     """Greedy decoding of the export by transformers scores the same as the job reported."""
     records = train(GRPO, *grpo_overrides(counting), f"output_dir={tmp_path}", num_ranks=1)
     scores = column(records, "eval/score")
-    assert scores[0] <= 0.4 and scores[-1] >= 0.75, "another processor may lose one of the five numbers by chance"
+    assert scores[0] <= 0.4 and scores[-1] >= 0.9
     assert score_of_transformers(tmp_path / "hf", counting / "start") == pytest.approx(scores[-1], abs=2 / NUM_EVAL)
 
 

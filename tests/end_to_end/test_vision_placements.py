@@ -25,6 +25,7 @@ JOBS = {
     "fully sharded": [ALL, "actor.backend=fsdp", "reference.backend=fsdp"],
     "separate adapters": [ALL, "model.lora={rank: 2, alpha: 4, vision: true}", "weight_sync={adapters: apart}"],
     "frozen, offloaded": [ALL, "model.vision={train: false}", "rollout.offload=true"],
+    "frozen, apart": [APART, "model.vision={train: false}"],
     "blocks": [ALL, "actor.parallel={tp: 2}", "rollout.parallel={tp: 2}", "rollout.kv_cache_gb=0.002"],
     "evaluated elsewhere": ["placement={'actor, reference, rollout, reward': 0, evaluation: 1}"],
 }
@@ -47,3 +48,12 @@ def test_engine_and_actor_agree_on_images(jobs, job: str) -> None:
     assert max(column(records, "train/fresh_image_logprob_abs_diff")) <= 1e-5
     assert not any(column(records, "images/bytes_sent"))
     assert len(column(records, "eval/score")) == 2
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_is_sent_once_to_engines_that_keep_it(jobs) -> None:
+    moved, kept = (column(jobs["frozen, apart"], f"perf/weight_sync_{name}") for name in ("bytes", "kept_bytes"))
+    assert kept[0] == 0 and kept[1] > 0.1 * moved[0]
+    assert {*kept[1:]} == {kept[1]} and {*moved[1:]} == {moved[0] - kept[1]}
+    emptied = column(jobs["frozen, offloaded"], "perf/weight_sync_kept_bytes")
+    assert not any(emptied), "the memory of these engines is the actor's in between"

@@ -1,6 +1,8 @@
 """Jobs with separately started real SGLang servers as engines."""
 
+import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.servers.sglang_process import Server
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
+from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
 from tests.sglang.servers import FROM_DISK, call, running
 from tests.support.jobs import column, read_records, torchrun
 
@@ -61,6 +63,17 @@ def test_servers_started_apart_roll_out_and_may_come_and_die(
             assert column(records, "rollout/weight_files_are_full") == [1, 0, 1, 1, 1, 1]
         assert weight_version(first).endswith(f".{STEPS - 1}")
         assert not (tmp_path / weights / "http_weights").exists(), "loaded weight files are removed"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_engines_asks_a_server(real_sglang_python: str) -> None:
+    command = [sys.executable, "tools/benchmarks/rollout.py", "--repeats", "1", "--cases", "64 seq"]
+    engines = ["--engines", "embedded,sglang", "--sglang-python", real_sglang_python]
+    done = run([*command, *engines], timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    [case] = json.loads(done.stdout.splitlines()[-1])["cases"]
+    assert case["sglang_tokens_per_s"] > 0
+    assert case["embedded_logprob_difference"] < 1e-4 and case["sglang_logprob_difference"] < 1e-4
 
 
 def records_of_job(first: Server, second: Server, model: Path, output: Path, *overrides: str) -> list[dict[str, Any]]:

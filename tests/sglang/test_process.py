@@ -13,9 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.cli.doctor import FINE, WRONG
+from rltrain.cli.doctor_servers import of_servers
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.servers.sglang_process import Server, check_arguments
+from rltrain.rollout.servers.sglang_process import (
+    MIN_VERSION,
+    NOT_FOR_CONFIGS,
+    NOT_ON_CPU,
+    NOT_WITH_ROUTING,
+    SERVER_FOLDER,
+    Server,
+    check_arguments,
+    server_environment,
+)
 from tests.sglang.servers import START_TIMEOUT_S, call, greedy, server_spec
+from tests.support.schedule_configs import make_config
 from tests.unit.test_sglang_process import lives, wait_until_gone
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,6 +61,16 @@ def test_it_generates_for_who_has_the_token(server: Server) -> None:
     tokens, logprobs = greedy(server, [3, 4, 5], 7)
     assert len(tokens) == len(logprobs) == 7
     assert [with_token(server.url, token) for token in (server.token, None, "guess")] == [200, 401, 401]
+
+
+def test_the_doctor_knows_it_and_what_it_lacks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINES_TOKEN", server.token)
+    served = {"engine": "http", "urls": [server.url], "http": {"token_env": "ENGINES_TOKEN"}}
+    fits = served | {"max_context_tokens": server.spec.max_context_tokens, "sampling": {"temperature": 0.8}}
+    [finding] = of_servers(make_config(rollout=fits, weight_sync={"delta": {}}))
+    assert finding.state == FINE and finding.detail.startswith(f"SGLang {MIN_VERSION}, model {server.spec.model_path}")
+    [finding] = of_servers(make_config(rollout=served | {"max_context_tokens": 10**6}))
+    assert finding.state == WRONG and "expected rollout.max_context_tokens = 1000000" in finding.detail
 
 
 def test_the_token_is_nowhere_to_be_read(server: Server) -> None:
@@ -124,6 +146,37 @@ def test_arguments_are_checked_against_the_installed_version(sglang_python: str,
     for name, (value, message) in REFUSED.items():
         with pytest.raises(ConfigError, match=message):
             check_arguments(replace(spec, args={name: value}))
+
+
+TAKEN = {"enable_deterministic_inference": True, "enable_hierarchical_cache": True, "speculative_algorithm": "NGRAM"}
+OTHER_PLACES = r"cannot be chosen .*places of tensor parallelism; .*\(rollout\.engine: http\); remove the key"
+ASKED_IN_VAIN = {
+    "enable_memory_saver": (True, r"cannot be chosen .*follows from the placement"),
+    "attention_data_parallel_size": (2, OTHER_PLACES),
+    "enable_dp_attention": (True, OTHER_PLACES),
+    "expert_parallel_size": (2, OTHER_PLACES),
+    "data_parallel_size": (2, r"cannot be chosen .*more engines come from more ranks in placement"),
+    "disaggregation_mode": ("prefill", r"cannot be chosen .*an engine is one server with all parts and phases"),
+    "hicache_storage_backend": ("file", r"cannot be chosen .*outlive a run"),
+}
+"""Arguments that users of SGLang ask for. Some have other names than the field of ServerArgs."""
+
+
+def test_what_users_ask_for_is_taken_or_refused_with_a_reason(sglang_python: str, tmp_path: Path) -> None:
+    spec = server_spec(sglang_python, "a-model", tmp_path / "engine.log", args=TAKEN, device="cuda")
+    check_arguments(spec)
+    for name, (value, message) in ASKED_IN_VAIN.items():
+        with pytest.raises(ConfigError, match=rf"rollout\.sglang\.args\.{name}: {message}"):
+            check_arguments(replace(spec, args={name: value}))
+    with pytest.raises(ConfigError, match=r"enable_deterministic_inference: got true, but this run has no GPU"):
+        check_arguments(replace(spec, device="cpu"))
+
+
+def test_every_argument_that_is_refused_exists(sglang_python: str, tmp_path: Path) -> None:
+    command = [sglang_python, str(SERVER_FOLDER / "rltrain_arguments.py"), "{}"]
+    environment = server_environment(server_spec(sglang_python, "a-model", tmp_path / "engine.log"))
+    told = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1])
+    assert {*NOT_FOR_CONFIGS, *NOT_ON_CPU, *NOT_WITH_ROUTING} - {*told["names"]} == {"config"}, "an option, not a field"
 
 
 def test_an_environment_without_sglang_is_refused(tmp_path: Path) -> None:

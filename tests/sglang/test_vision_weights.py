@@ -64,8 +64,12 @@ def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[...
         delivery.close()
 
 
-def test_a_job_trains_on_images(sglang_python: str, tmp_path: Path) -> None:
-    """Log-probs of the engine's tokens equal the actor's after every update of language model and tower."""
+@pytest.mark.parametrize(
+    "of_tower", [["weight_sync.verify=true"], ["model.vision={train: false}"]], ids=["trained", "frozen"]
+)
+def test_a_job_trains_on_images(of_tower: list[str], sglang_python: str, tmp_path: Path) -> None:
+    """Log-probs of the engine's tokens equal the actor's after every update of language model and tower. A frozen tower
+    comes to the server once."""
     make = [sys.executable, "tools/make_counting.py", "--output", str(tmp_path / "rows")]
     succeed(make, 120)
     write_checkpoint(tmp_path / "model", "qwen2_5_vl", patch=PATCH, intermediate_size=FFN)
@@ -73,7 +77,7 @@ def test_a_job_trains_on_images(sglang_python: str, tmp_path: Path) -> None:
     short = ["data.max_prompt_tokens=64", "rollout.max_context_tokens=80", "rollout.sampling.max_response_tokens=8"]
     learning = ["actor.optimizer={lr: 1.0e-2, warmup_steps: 0}", "loss.entropy_coef=1.0"]
     batch = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}"
-    engine = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python}", "weight_sync.verify=true"]
+    engine = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python}", *of_tower]
     of_model = [f"model.path={tmp_path}/model", f"output_dir={tmp_path}/job"]
     job = [*of_model, *rows, *short, *learning, batch, *engine, "steps=3", "data.eval.max_rows=4"]
     records = train(GRPO, *job, num_ranks=1, timeout_s=TIMEOUT_S)

@@ -160,7 +160,7 @@ TOKEN = "secret"
 STARTED_WITH = "default"
 LIMIT_S = 60.0
 SIZES = ("tp_size", "pp_size", "dp_size")
-ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/get_world_size", "/is_paused")
+ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info", "/version", "/get_world_size", "/is_paused")
 """Paths of GET requests."""
 
 
@@ -179,6 +179,8 @@ class StandInServer:
     - `broken` lists violations of the protocol.
     - `scale_out`: vLLM was started with its routes for tokens. `has_experts`: its model has experts.
     - `certificate`: files of a certificate and its key, for TLS.
+    - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
+    - `arguments` are further arguments that it was started with.
     """
 
     def __init__(
@@ -195,11 +197,17 @@ class StandInServer:
         has_experts: bool = False,
         load_s: float = 0.0,
         holds_batch_s: float = 0.0,
+        release: str = "0.5.23",
+        is_tempered: bool = True,
+        arguments: Mapping[str, str] | None = None,
         transfers: str | None = None,
     ) -> None:
+        self.release, self.is_tempered, self.arguments = release, is_tempered, arguments or {}
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
         self.holds_batch_until = 0.0
+        self.num_busy_flushes = 0
+        """Number of flushes to refuse because of another one."""
         self.scale_out, self.has_experts, self.engine_is_dead = scale_out, has_experts, False
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
@@ -266,10 +274,12 @@ class StandInServer:
         )
 
     def _drawing(self) -> dict[str, Any]:
-        if self.kind == "rltrain":
-            return {"/v1/completions": self._completions, "/model_info": self._info}
         if self.kind == "vllm":
-            return {"/inference/v1/generate": self._vllm_generate, "/inference/v1/abort_requests": self._vllm_abort}
+            own = {"/inference/v1/generate": self._vllm_generate, "/inference/v1/abort_requests": self._vllm_abort}
+            return {**own, "/version": self._version, "/server_info": self._vllm_info}
+        if self.kind != "sglang":
+            told = {"/model_info": self._info} if self.kind == "rltrain" else {}
+            return {"/v1/completions": self._completions, **told}
         told = {"/server_info": self._info, "/model_info": self._info}
         return {"/generate": self._generate, "/abort_request": self._abort, **told}
 
@@ -296,7 +306,25 @@ class StandInServer:
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
         deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
-        return JSONResponse({**told, **deltas, "internal_states": [deltas], "weight_version": self.label})
+        known = {"version": self.release, "weight_version": self.label, **self.arguments}
+        return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
+
+    async def _vllm_info(self, body: Any, query: Any) -> Response:
+        config: dict[str, Any] = VLLM["config"]["content"]["vllm_config"]
+        engine, num_replicas = (self.transfers.engine, self.transfers.num_replicas) if self.transfers else ("", 1)
+        mode = "processed_logprobs" if self.is_tempered else "raw_logprobs"
+        found = filled(
+            config,
+            model_config=filled(config["model_config"], logprobs_mode=mode),
+            parallel_config=filled(
+                config["parallel_config"], data_parallel_size=num_replicas, is_moe_model=self.has_experts
+            ),
+            weight_transfer_config={"backend": engine} if engine else None,
+        )
+        return vllm_answer("config", vllm_config=found)
+
+    async def _version(self, body: Any, query: Any) -> Response:
+        return JSONResponse({"version": self.release})
 
     async def _from_disk(self, body: Any, query: Any) -> Response:
         if "model_path" not in body:
@@ -313,18 +341,15 @@ class StandInServer:
 
     async def flush(self, timeout_s: float) -> Response:
         """Waits up to `timeout_s` for an idle scheduler, as SGLang does."""
+        if self.num_busy_flushes:
+            self.num_busy_flushes -= 1
+            return JSONResponse({"message": "Another flush_cache is already in progress."}, 400)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < self.holds_batch_until:
             if time.monotonic() > deadline:
                 return JSONResponse({"message": "Flush cache failed."}, 400)
             await asyncio.sleep(0.005)
         return JSONResponse({"success": True})
-
-    def vllm_config(self, engine: str | None, num_replicas: int) -> dict[str, Any]:
-        """Returns vLLM's settings with an engine for weight transfers, or None, and a number of replicas."""
-        config: dict[str, Any] = VLLM["config"]["content"]["vllm_config"]
-        parallel = filled(config["parallel_config"], data_parallel_size=num_replicas, is_moe_model=self.has_experts)
-        return filled(config, weight_transfer_config=engine and {"backend": engine}, parallel_config=parallel)
 
     async def _weight_info(self, body: Any, query: Any) -> Response:
         return vllm_answer("weight_info", weight_version=self.label)
@@ -368,6 +393,9 @@ class StandInServer:
         if (self.num_running + 1) > self.most:
             return JSONResponse({"error": "too many"}, 429)
         params = body["sampling_params"]
+        if body.get("top_logprobs_num"):
+            top = [[[self._top_logprob(params["temperature"]), 5, None]]]
+            return JSONResponse({"meta_info": {"output_top_logprobs": top}})
         ids = with_image_tokens(body["input_ids"], body.get("image_data") or ())
         drawn = self._draw(ids, params["stop_token_ids"], params["max_new_tokens"], body["rid"])
         return StreamingResponse(self._sglang_events(body["rid"], len(ids), drawn), media_type="text/event-stream")
@@ -431,9 +459,17 @@ class StandInServer:
     async def _completions(self, body: Any, query: Any) -> Response:
         if (self.num_running + 1) > self.most:
             return JSONResponse({"error": "too many"}, 429)
-        assert body["model"] == "tiny" and body["return_token_ids"] and body["logprobs"] == 1
+        assert body["model"] == "tiny" and body["logprobs"] == 1
+        if not body.get("stream"):
+            top = None if self.kind == "rltrain" else [{"x": self._top_logprob(body["temperature"]), "y": -99.0}]
+            return JSONResponse({"choices": [{"logprobs": {"top_logprobs": top}}]})
+        assert body["return_token_ids"]
         drawn = self._draw(body["prompt"], body["stop_token_ids"], body["max_tokens"], "")
         return StreamingResponse(self._openai_events(drawn), media_type="text/event-stream")
+
+    def _top_logprob(self, temperature: float) -> float:
+        """Returns the log-prob of the likeliest token. It is less likely at higher temperatures."""
+        return -min(temperature, 1.0) if self.is_tempered else -1.0
 
     async def _openai_events(self, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
         async for token, reason in drawn:

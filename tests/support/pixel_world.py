@@ -119,10 +119,18 @@ def write_tasks(path: Path, chosen: list[tuple[Place, Place]]) -> Path:
 
 
 def write_demonstrations(
-    path: Path, chosen: list[tuple[Place, Place]], side: int = SIDE, *, as_letters: bool = False
+    path: Path,
+    chosen: list[tuple[Place, Place]],
+    side: int = SIDE,
+    *,
+    as_letters: bool = False,
+    share_of_random: float = 0.0,
 ) -> Path:
-    """Writes a conversation for each beginning: the world before each step of a shortest way, and the step."""
-    lines = []
+    """Writes a conversation for each beginning: the world before each step of a shortest way, and the step.
+
+    A share of the steps is told as a random one, so that a model that learns from them tries every step.
+    """
+    lines, choice = [], random.Random(0)
     for walker, goal in chosen:
         messages: list[dict[str, Any]] = []
         for action in way(walker, goal):
@@ -132,10 +140,8 @@ def write_demonstrations(
             else:
                 shown = {"type": "image", "image": image_url(pixels(walker, goal, side))}
                 content = [{"type": "text", "text": told}, shown] if told else [shown]
-            messages += [
-                {"role": "user", "content": content},
-                {"role": "assistant", "content": LETTERS[action]},
-            ]
+            step = choice.choice(LETTERS) if choice.random() < share_of_random else LETTERS[action]
+            messages += [{"role": "user", "content": content}, {"role": "assistant", "content": step}]
             walker = moved(walker, action)
         lines.append(json.dumps({"prompt": messages}) + "\n")
     path.write_text("".join(lines))

@@ -184,6 +184,8 @@ class FakeServer:
     - `load` gets the body of every update of weights, `lose` every tag of returned memory.
     - `routed_layers` is the number of layers in returned routing. Those in `dense` have no experts. `returns` encodes
       it.
+    - `holds_batch_s` is the time for which the scheduler counts a batch after its last response. Because of another
+      flush, `num_busy_flushes` flushes are refused.
 
     The server dies if SGLang's own assertions would end it, and notes the reason in `broken`. This list stays empty in
     tests without intended mistakes.
@@ -200,7 +202,10 @@ class FakeServer:
         saves_memory: bool = True,
         routed_layers: int = 0,
         dense: tuple[int, ...] = (),
+        holds_batch_s: float = 0.0,
     ) -> None:
+        self.holds_batch_s, self._holds_batch_until = holds_batch_s, 0.0
+        self.num_busy_flushes = 0
         self.routed_layers, self.dense = routed_layers, dense
         self.returns: Callable[[np.ndarray], str | None] = lambda rows: base64.b64encode(rows.tobytes()).decode()
         self.url, self.token, self.num_starts = "", "", 0
@@ -266,7 +271,8 @@ class FakeServer:
     def is_idle(self) -> bool:
         """Returns whether the server is idle in SGLang's sense: waiting requests count too unless it is paused."""
         with self._lock:
-            return not (self._running or self._ahead or (self._waiting and not self.rules.is_paused))
+            is_held = time.monotonic() < self._holds_batch_until
+            return not (is_held or self._running or self._ahead or (self._waiting and not self.rules.is_paused))
 
     @property
     def num_running(self) -> int:
@@ -339,6 +345,7 @@ class FakeServer:
     def _end(self, one: Running, reason: dict[str, Any]) -> None:
         if one in self._running:
             self._running.remove(one)
+        self._holds_batch_until = time.monotonic() + self.holds_batch_s
         self._tell(one, reason)
         one.events.put(None)
 
@@ -391,6 +398,9 @@ class FakeServer:
             return 200, {"success": True, "message": "Success", "weight_version": self.rules.version}
 
     def flush(self, timeout_s: float) -> tuple[int, str]:
+        if self.num_busy_flushes:
+            self.num_busy_flushes -= 1
+            return 400, "Another flush_cache is already in progress."
         deadline = time.monotonic() + timeout_s
         while not self.is_idle:
             if time.monotonic() >= deadline or self._dead.is_set():

@@ -20,7 +20,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.fsdp_backend import ShardedTrainableModel
 from rltrain.training.fsdp_model import ShardedModel, local_shards
-from rltrain.training.tower_pass import Sight
+from rltrain.training.tower_pass import OnImages, Sight
 from tests.support.tolerances import ADAM_EPS
 from tests.support.trained_models import CPU
 from tests.support.vision_samples import MEAN, STD
@@ -41,6 +41,8 @@ def seeing_in_training(
     role: str = "actor",
     lora: Lora | None = None,
     keep_gathered: bool = False,
+    on_images: OnImages | None = None,
+    is_constant: bool = False,
     **settings: Any,
 ) -> ShardedTrainableModel:
     """Returns the model of a checkpoint with its vision tower and an optimizer. `settings` are keys of the section
@@ -55,7 +57,7 @@ def seeing_in_training(
         device=CPU,
         trains=lora is None,
         lora=lora,
-        sight=Sight(folder, MEAN, STD, vision or schema.VisionSettings(), store),
+        sight=Sight(folder, MEAN, STD, vision or schema.VisionSettings(), store, on_images, is_constant),
     )
     load_parameters(folder, model.layout, dist.get_rank(), dict(model.weights))
     if lora:

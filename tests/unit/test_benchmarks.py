@@ -14,7 +14,7 @@ import torch
 from rltrain.runtime.job_store import GATHERED_FROM
 from tests.forked import popen as forked
 from tests.support.run_folders import RankLog
-from tools.benchmarks import orders
+from tools.benchmarks import orders, rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "tools/benchmarks"
@@ -125,6 +125,35 @@ def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -
     assert found["cases"]["colocated"]["verify_s"] > 0
     # Master weights and two moments take four bytes each.
     assert found["cases"]["checkpoint"]["checkpoint_bytes"] == pytest.approx(12 * found["num_parameters"], rel=0.02)
+
+
+def test_engines_are_compared_in_speed_and_log_probs() -> None:
+    found = result_of("rollout.py", "--repeats", "1", "--cases", "64 seq", "--engines", "embedded,generate")
+    [case] = found["cases"]
+    assert case["embedded_tokens_per_s"] > 0 and case["generate_tokens_per_s"] > 0
+    ratio = case["embedded_tokens_per_s"] / case["generate_tokens_per_s"]
+    assert case["embedded_over_generate"] == pytest.approx(ratio, abs=0.02)
+    assert 0 < case["embedded_logprob_difference"] < 1e-4 and "generate_logprob_difference" not in case
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engines", "embedded,tgi"], "--engines has 'tgi'; expected some of embedded, generate, sglang, vllm"),
+        (["--engines", "embedded,vllm"], "--engines has vllm, which needs --vllm-python"),
+        (["--cases", "7 sequences"], "fits none of"),
+        (["--device", "cuda"], "needs a GPU"),
+    ],
+)
+def test_engines_that_cannot_be_compared_are_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *options])
+    monkeypatch.delenv("RLTRAIN_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        rollout.parse_arguments()
+    assert message in capsys.readouterr().err
 
 
 def test_the_probe_of_a_gpu_machine_runs_without_one() -> None:

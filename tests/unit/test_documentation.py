@@ -221,6 +221,46 @@ def test_every_benchmark_stands_on_the_page_of_their_commands() -> None:
     assert runnable and not [path.name for path in runnable if path.name not in page]
 
 
+UNTESTED = "not tested"
+
+
+def marks_of(test: str) -> list[str]:
+    """Returns the marks of a test, FILE::FUNCTION, and of its file, as source text. Raises if there is no such test."""
+    file, function = test.split("::")
+    body = ast.parse((REPOSITORY / file).read_text()).body
+    [found] = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert function.startswith("test_")
+    of_file = [
+        node.value for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+    ]
+    return [ast.unparse(mark) for mark in (*found.decorator_list, *of_file)]
+
+
+def test_every_cell_of_the_engines_features_has_a_test_that_runs() -> None:
+    """A test may need an environment or a GPU. None is skipped everywhere."""
+    section = (DOCS / "engines.md").read_text().split("## Features by engine\n")[1].split("\n## ")[0]
+    table, _, comment = section.partition("<!-- ")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    tests: dict[str, list[str]] = yaml.safe_load(comment.split("\n", 1)[1].split("-->")[0])
+    assert [name.split(" ([")[0] for name, *_ in rows[2:]] == [*tests], "the rows have the same names"
+    for name, *cells in rows[2:]:
+        named = tests[name.split(" ([")[0]]
+        assert len(named) == len(cells) == len(rows[0]) - 1, name
+        for cell, of_cell in zip(cells, named, strict=True):
+            assert (cell == UNTESTED) is (of_cell == UNTESTED), f"{name}: {cell}"
+            for test in of_cell.split() if of_cell != UNTESTED else ():
+                assert not [mark for mark in marks_of(test) if re.search(r"mark\.(skip|xfail)\b", mark)], test
+
+
+def test_a_test_that_is_none_has_no_marks() -> None:
+    assert marks_of("tests/end_to_end/test_serve.py::test_a_checkpoint_is_served_until_a_signal") is not None
+    for wrong in ("tests/unit/test_http_engine.py::test_none", "tests/unit/test_none.py::test_none"):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            marks_of(wrong)
+
+
 def test_every_dependency_has_a_row_with_its_bound() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     page = (DOCS / "dependencies.md").read_text()

@@ -448,6 +448,7 @@ TWO_ENGINES = {"actor": 0, "rollout": "1-2", "reward": 3}
 PARTIAL = {"partial_rollouts": True, "on_stale": "mask"}
 AHEAD = {"mode": "asynchronous", "max_staleness": 1, "in_flight_sync": False}
 SGLANG = {"engine": "sglang"}
+SERVERS = {"engine": "http", "urls": ["http://a:1"]}
 SEEDED = SGLANG | {"sglang": {"args": {"enable_deterministic_inference": True}}}
 
 
@@ -484,6 +485,7 @@ def test_so_does_one_with_several_engines_that_settle_nothing_between_them(sched
         (TWO_ENGINES, {"mode": "pipelined", "chunks": 1}, {}, "schedule.mode"),
         (ONE_ENGINE, {"mode": "asynchronous", "max_staleness": 1}, {}, "schedule.in_flight_sync"),
         (ONE_ENGINE, {}, SGLANG, "enable_deterministic_inference"),
+        (ONE_ENGINE, {}, SERVERS, "servers at URLs decide how they sample"),
         (ONE_ENGINE, PARTIAL, SEEDED, "schedule.partial_rollouts) depends on the speed of the SGLang server"),
     ],
 )

@@ -93,6 +93,14 @@ def test_no_batch_waits_for_episodes_that_nobody_begins(start: Start) -> None:
     assert [str(event.observation)[-1] for event in events] == ["4", "4", "4", "4", "2", "2"]
 
 
+def test_episodes_begun_one_after_the_other_share_a_batch(start: Start) -> None:
+    host = start("Counting", batch_size=4)
+    for episode in range(3):
+        host.begin(episode, {"name": "x"}, seed=episode)
+        assert host.events() == []
+    assert [str(event.observation)[-4:] for event in next_events(host, 3)] == ["of 3"] * 3
+
+
 def test_abandoned_episodes_hold_up_nobody_and_say_nothing(start: Start) -> None:
     host = start("Counting", batch_size=3)
     begin(host, 1, 2, 3)
@@ -243,7 +251,8 @@ def test_limits_of_turns_and_of_an_episodes_time(start: Start) -> None:
 def test_the_config_limits_an_episodes_time() -> None:
     role = EnvRole.__new__(EnvRole)
     role.config = make_config(env={"function": f"{MODULE}:Misbehaving", "episode_timeout_s": 0.5})
-    role.job = SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None))  # type: ignore[assignment]
+    world = SimpleNamespace(rank=0, visible_gpus=lambda ranks: ())
+    role.job = SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None), world=world)  # type: ignore[assignment]
     with role._host() as host:
         begin(host, 1)
         (event,) = act(host, e1="sleeps")

@@ -260,13 +260,25 @@ def test_a_server_that_leaves_during_an_update_takes_it_to_its_end(rig: Rig, joi
 
 
 def test_weights_are_taken_while_the_scheduler_still_holds_the_last_batch(rig: Rig) -> None:
-    """SGLang then refuses to flush its cache at once."""
+    """SGLang then refuses to flush its cache at once, and at any time while another flush waits."""
     server = rig.server("sglang", holds_batch_s=1.0)
-    engine = rig.start()
+    engine = rig.start(update_timeout_s=1.0)  # a single flush waits for half of it
     for version in (0, 1):
+        server.num_busy_flushes = 2
         sync(engine, version)
         assert drawn_right(engine.generate(samples(2), SHORT))
     assert server.folders == ["/weights/run.0", "/weights/run.1"], "each version was sent once"
+
+
+def test_one_that_never_gets_idle_is_taken_out_of_service(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rltrain.rollout.servers.protocols.FLUSH_S", 0.3)
+    first, second = rig.server("sglang"), rig.server("sglang")
+    first.num_busy_flushes = 10**6
+    engine = rig.start()
+    sync(engine, 0)
+    assert drawn_right(engine.generate(samples(2), SHORT)) and not first.versions_drawn and second.versions_drawn
+    first.num_busy_flushes = 0
+    await_(lambda: engine.metrics()["rollout/servers"] == 2)
 
 
 def test_what_is_taken_back_has_something_left_to_draw() -> None:
@@ -348,6 +360,19 @@ def test_one_that_is_busy_is_asked_again(rig: Rig) -> None:
 def test_one_that_takes_no_weights_is_refused(rig: Rig, kind: str) -> None:
     rig.server(kind, takes_weights=False)
     with pytest.raises(EngineError, match="would silently keep old ones"):
+        rig.start()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"disaggregation_mode": "prefill"}, "only serves one phase"),
+        ({"hicache_storage_backend": "mooncake"}, r"its store of keys and values \(mooncake\) would keep"),
+    ],
+)
+def test_servers_whose_arguments_break_training_are_refused(rig: Rig, arguments: dict[str, str], said: str) -> None:
+    rig.server("sglang", arguments=arguments)
+    with pytest.raises(EngineError, match=said):
         rig.start()
 
 

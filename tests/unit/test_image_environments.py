@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from rltrain.config import schema
 from rltrain.data.chat_format import ChatFormat
+from rltrain.data.experience import Experience
 from rltrain.data.images import Context, ImageRules
-from rltrain.data.tokenizer import load_tokenizer
+from rltrain.data.prompts import load_prompts
+from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.environments.batch import EnvironmentFactory, EpisodeEvent
 from rltrain.environments.encoding import BadAnswer, encode_observation
 from rltrain.environments.host import EnvironmentHost
@@ -25,11 +28,13 @@ from rltrain.environments.worker import load_environment
 from rltrain.errors import ConfigError, EpisodeError
 from rltrain.models.vision import PlacedImage
 from rltrain.roles.prompt_images import ImageDecoder
+from rltrain.roles.scoring import MAX_OBSERVED, MAX_THUMBNAILS, Scorables, sample_records
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.episodes import ChatTurns, EnvironmentEpisodes, Observed, TurnLimits
 from rltrain.rollout.groups import PromptGroups
 from rltrain.rollout.sample import Sample, SampleGroup, Status, pack_groups
 from rltrain.runtime.image_files import ImageStore
+from tests.support.packed_experience import packed_experience
 from tests.support.pixel_world import CELL, GOAL, ID, NAMES, WALKER, PixelWorld, letters, pixels, places, way
 from tests.support.talking_engine import TalkingEngine
 from tests.support.vision_checkpoints import IMAGE_TOKEN, MERGE, write_checkpoint
@@ -373,6 +378,62 @@ def test_chunks_of_actions_need_fewer_images(checkpoint: Path, store: ImageStore
         shown = [walked(walker, goal, actions[:count]) for count in (0, 2, 3)]
         assert np.array_equal([store.pixels(image.key)[0] for image in sample.images], shown)
         assert sample.images[2].begin - sample.images[1].begin == IMAGE_TOKENS + 2, "start and end tokens between them"
+
+
+# Records of samples for users.
+
+
+def records_of(checkpoint: Path, store: ImageStore, experience: Experience, folder: Path) -> list[dict[str, Any]]:
+    rows, data = folder / "rows.jsonl", schema.Data(train=schema.PromptFile(path="rows.jsonl"))
+    rows.write_text('{"prompt": "Go!", "label": ""}\n' * 2)
+    rules = ImageRules.read(checkpoint, data.images)
+    encoder = PromptEncoder(load_tokenizer(checkpoint), data, images=rules)
+    file = schema.PromptFile(path=str(rows))
+    dataset = load_prompts(file, data, encoder, needs="label", config_key="data.train")
+    source = Scorables((), dataset, TextDecoder(encoder.tokenizer), file, "data.train")
+    return [*sample_records(source, experience, 0, (), store)]
+
+
+def colours_of(url: str) -> list[list[int]]:
+    """Returns the colours of the walker's world in a small copy: the highest of each cell, red, green and blue."""
+    kind, _, encoded = url.partition(",")
+    assert kind == "data:image/jpeg;base64"
+    cells = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))))[CELL // 2 :: CELL, CELL // 2 :: CELL]
+    return np.where(cells > 128, 1, 0).reshape(-1, 3).tolist()
+
+
+def test_records_show_images_where_the_model_saw_them(checkpoint: Path, store: ImageStore, tmp_path: Path) -> None:
+    groups = played(checkpoint, store)
+    experience = pack_groups(groups, [0, 1], merge=MERGE).with_fields(rewards=torch.ones(2 * NUM_SAMPLES))
+    records = records_of(checkpoint, store, experience, tmp_path)
+    walker, goal = places(FAR)
+    actions = way(walker, goal)
+    record = records[-1]
+    replies = [reply for turn in record["turns"] for reply in turn["replies"]]
+    assert [reply["content"].count("<image>") for reply in replies] == [1, 1, 1]
+    seen = [*record["images"], *(image for reply in replies for image in reply["images"])]
+    expected = [walked(walker, goal, actions[:count])[CELL // 2 :: CELL, CELL // 2 :: CELL] for count in range(4)]
+    assert [colours_of(url) for url in seen] == [np.where(of > 128, 1, 0).reshape(-1, 3).tolist() for of in expected]
+    assert record["rendered_prompt"].count("<|image_pad|>") == 1
+
+
+def test_records_of_long_episodes_have_few_small_copies(checkpoint: Path, store: ImageStore, tmp_path: Path) -> None:
+    """An observation after the first turn has six images, and each of 6 turns shows them."""
+    store.put(5, np.zeros((1, 56, 56, 3), np.uint8), 0)
+    image, turn = [5] * IMAGE_TOKENS + [0], [0] * 2
+    keys = [*image * 6, *turn] * 6
+    drawn = [False] * 6 * len(image) + [True, False]
+    experience = packed_experience([(0, len(keys))]).with_fields(
+        tokens=torch.where(torch.tensor(keys) > 0, IMAGE_TOKEN, 7),
+        image_keys=torch.tensor(keys),
+        response_mask=torch.tensor(drawn * 6),
+        prompt_ids=torch.tensor([0]),
+    )
+    (record,) = records_of(checkpoint, store, experience, tmp_path)
+    observed = [reply for turn in record["turns"] for reply in turn["replies"] if "<image>" in reply["content"]]
+    assert [reply["content"].count("<image>") for reply in observed] == [6] * 5
+    assert len(record["images"]) == MAX_THUMBNAILS
+    assert [len(reply.get("images", ())) for reply in observed] == [MAX_THUMBNAILS] * 4 + [0] and MAX_OBSERVED == 16
 
 
 # What cannot show images.

@@ -210,6 +210,7 @@ VERL: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "custom_reward_function.path=/r/score.py custom_reward_function.name=score "
+        "reward.reward_manager.name=dapo "
         "reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=128",
         {"advantages.overlong_penalty": {"buffer_tokens": 128, "factor": 1.0}},
     ),

@@ -1,6 +1,7 @@
 """A dry run estimates the bytes and seconds of vision towers and images."""
 
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +22,12 @@ from rltrain.planning.hardware import GB, GPUS
 from rltrain.planning.image_estimates import image_tokens, tower_bytes
 from rltrain.planning.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.planning.options import DryRunOptions, best_changes
-from rltrain.planning.planned import PlannedJob, Workload, plan_job, trained_elements
+from rltrain.planning.planned import PlannedJob, RowImages, Workload, plan_job, trained_elements
 from rltrain.planning.task_time import TrainingTime, drawing
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement
 from tests.support.counting_images import GRPO
-from tests.support.vision_checkpoints import CONFIGS, load_model, tiny_vision, write_checkpoint
+from tests.support.vision_checkpoints import CONFIGS, MERGE, load_model, tiny_vision, write_checkpoint
 
 H100 = GPUS["h100"]
 FP32 = 4
@@ -50,6 +51,7 @@ def job_of(
 ) -> PlannedJob:
     """Returns a job in which role actor has the first ranks, and the rollout the next one."""
     num_actors = int(ranks.rpartition("-")[2]) + 1
+    measured = sections.pop("measured", None)
     model = {"path": "m", "vision": vision or {}, **sections.pop("model", {})}
     values = {
         "steps": 10,
@@ -60,7 +62,7 @@ def job_of(
     }
     config = Config.model_validate(values | sections | {"model": model})
     placed = resolve_placement(config.placement, num_actors + 1, 8)
-    return plan_job(config, placed, {role: architecture for role in ("actor", *placed.roles)}, 8)
+    return plan_job(config, placed, {role: architecture for role in ("actor", *placed.roles)}, 8, measured)
 
 
 def language_model(architecture: Architecture) -> Architecture:
@@ -155,6 +157,42 @@ def test_fewer_patches_at_a_time_take_less(seeing: Architecture) -> None:
     assert kept["vision tower"] >= large["vision tower"] and kept["activations"] == small["activations"]
 
 
+def images_of(*sides: int) -> RowImages:
+    """Returns the images of rows with one square image each, of these sides in patches."""
+    tokens = [side * side // MERGE**2 for side in sides]
+    grids = tuple((1, side, side) for side in sides)
+    return RowImages(len(sides), 100, sum(tokens) / len(sides), max(tokens), grids, max(sides) ** 2)
+
+
+def test_measured_images_take_the_memory_of_their_tokens(seeing: Architecture) -> None:
+    def features(**sections: Any) -> int:
+        return working_bytes(job_of(seeing, **sections), "update", {"actor": 0})["image features"]
+
+    of_token = seeing.hidden_size * 3 * FP32 * 2
+    assert features(measured=images_of(4, 8)) == PROMPTS * (4 + 16) // 2 * of_token
+    single = {"prompts_per_step": 1, "samples_per_prompt": 2}
+    assert features(measured=images_of(4, 8), batch=single) == 16 * of_token, "the prompt may be the one with the most"
+    settings = {"sampling": {"max_response_tokens": 64}, "max_context_tokens": 320}
+    env = {"rollout": settings, "placement": {"actor": 0, "rollout, reward, env": 1}, "env": {"function": "calculator"}}
+    assert features(measured=images_of(4, 8), **env) == features(**env), "an environment shows other images"
+
+
+def test_an_image_beyond_the_limit_of_patches_is_encoded_alone(seeing: Architecture) -> None:
+    """The estimate of a pass with small pieces is the one of a limit as large as the image."""
+    short = {"sampling": {"max_response_tokens": 64}, "max_context_tokens": 320}
+
+    def needed(max_patches: int, measured: RowImages) -> list[dict[str, int]]:
+        own = {"actor": {"micro_batch_tokens": 320}, "rollout": short, "measured": measured}
+        job = job_of(wide, vision={"max_patches": max_patches}, **own)
+        return [working_bytes(job, task, {role: 0}) for task, role in (("update", "actor"), ("generate", "rollout"))]
+
+    wide = replace(seeing, vision=replace(tiny_vision("qwen3_vl"), hidden=1024, ffn=4096))
+    large, small = images_of(24, 24), images_of(8, 8)
+    assert needed(64, large) == needed(24**2, large)
+    for more, less in zip(needed(64, large), needed(64, small), strict=True):
+        assert sum(more.values()) > sum(less.values())
+
+
 def test_a_dry_run_proposes_smaller_pieces(seeing: Architecture) -> None:
     large = replace(seeing, vision=replace(tiny_vision("qwen3_vl"), hidden=4096, depth=40, ffn=16384))
     short = {"sampling": {"max_response_tokens": 64}, "max_context_tokens": 320}
@@ -176,6 +214,9 @@ def test_runs_without_images_take_what_they_did(seeing: Architecture, backend: s
 def test_the_host_has_the_decoded_images(seeing: Architecture) -> None:
     job = job_of(seeing, data={"train": {"path": "t"}, "images": {"cache_gb": 8}})
     assert host_bytes(job, {"actor": 0}, frozenset())["images, not pinned"] == GB
+    frozen = job_of(seeing, ranks="0-1", vision={"train": False, "training_cache_gb": 2}, actor={"parallel": {"pp": 2}})
+    kept = [host_bytes(frozen, {"actor": stage}, frozenset()).get("image features, not pinned") for stage in (0, 1)]
+    assert kept == [2 * GB, None] and "image features, not pinned" not in host_bytes(job, {"actor": 0}, frozenset())
 
 
 # Seconds.
@@ -196,6 +237,9 @@ def test_the_tower_takes_its_operations(seeing: Architecture) -> None:
     assert encoding(True) == pytest.approx(4 * forward), "twice forward, and backward"
     assert encoding(True, recompute=False) == pytest.approx(3 * forward)
     assert encoding(True, train=False) == pytest.approx(forward)
+    workload = replace(workload, images=images_of(4, 16))
+    measured = vision_flops(seeing.vision, [(1, 4, 4), (1, 16, 16)]) / 2
+    assert encoding(False) / forward == pytest.approx(measured / vision_flops(seeing.vision, [(1, 16, 16)]))
 
 
 def test_prefill_encodes_the_images_of_each_prompt_once(seeing: Architecture) -> None:
@@ -212,21 +256,37 @@ def test_prefill_encodes_the_images_of_each_prompt_once(seeing: Architecture) ->
 # The text.
 
 
-@pytest.fixture
-def described(checkpoint: Path, tmp_path: Path) -> str:
-    Image.new("RGB", (56, 56)).save(tmp_path / "image.png")
-    row = {"prompt": "<image>red?", "images": ["image.png"], "label": "1"}
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(3 * (json.dumps(row) + "\n"))
-    overrides = [f"model.path={checkpoint}", f"data.train.path={rows}", f"data.eval.path={rows}"]
-    return describe_job(
-        GRPO, [*overrides, "data.max_prompt_tokens=64", "rollout.max_context_tokens=66"], DryRunOptions()
-    )
+def described(checkpoint: Path, folder: Path, *overrides: str, reads_rows: bool = True) -> str:
+    """Returns the dry run of rows with an image of 16 tokens, and of one row with 64."""
+    for side in (56, 112):
+        Image.new("RGB", (side, side)).save(folder / f"{side}.png")
+    rows, lines = folder / "rows.jsonl", []
+    for side in (56, 56, 112):
+        lines.append(json.dumps({"prompt": "<image>red?", "images": [f"{side}.png"], "label": "1"}))
+    if reads_rows:
+        rows.write_text("\n".join(lines))
+    given = [f"model.path={checkpoint}", f"data.train.path={rows}", f"data.eval.path={rows}", *overrides]
+    text = describe_job(GRPO, [*given, "data.max_prompt_tokens=128", "rollout.max_context_tokens=130"], DryRunOptions())
+    return " ".join(text.split())
 
 
-def test_a_dry_run_tells_about_images(described: str) -> None:
-    assert "a prompt has 1 images with 16 of its " in described
-    assert "prompts of 32.0 tokens (16.0 of images)" in described, (
-        "half of the longest prompt's 64 tokens on average, and half of these"
+def test_a_dry_run_tells_about_images(checkpoint: Path, tmp_path: Path) -> None:
+    text = described(checkpoint, tmp_path)
+    found = re.search("data.train: a prompt has 1 images with 32 of its ([0-9.]+) tokens", text)
+    assert found is not None and "on average over 3 rows, and at most 64; estimates use them" in text
+    assert f"prompts of {float(found[1]):.1f} tokens (32.0 of images, as measured in 3 rows)" in text
+    assert "images, not pinned 4.00 GB" in text and "encoded alone" not in text
+
+
+def test_a_dry_run_tells_about_images_beyond_the_limit(checkpoint: Path, tmp_path: Path) -> None:
+    assert (
+        "an image has 256 patches, more than model.vision.max_patches 100: it is encoded alone, and the estimated "
+        "bytes include this"
+    ) in described(checkpoint, tmp_path, "model.vision.max_patches=100")
+
+
+def test_a_dry_run_without_rows_assumes_images(checkpoint: Path, tmp_path: Path) -> None:
+    text = described(checkpoint, tmp_path, reads_rows=False)
+    assert "rows unknown" in text and "prompts of 64.0 tokens (32.0 of images), responses" in text, (
+        "half of the longest prompt's 128 tokens on average, and half of these"
     )
-    assert "images, not pinned 4.00 GB" in described

@@ -31,11 +31,13 @@ def test_the_preset_fits(path: Path, tmp_path: Path) -> None:
     assert "Schedule: sequential" in told if hybrid else "Schedule: asynchronous" in told
 
 
-def test_simulators_share_the_gpus_of_half_of_the_actors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mujoco", "maniskill"])
+def test_simulators_share_the_gpus_of_half_of_the_actors(name: str, tmp_path: Path) -> None:
     model = write_stand_in("Qwen/Qwen3-VL-2B-Instruct", tmp_path)
-    config = REPOSITORY / "configs/mujoco_qwen3_vl.yaml"
+    config = REPOSITORY / f"configs/{name}_qwen3_vl.yaml"
     told = describe_job(config, [f"model.path={model}"], DryRunOptions(world_size=8))
-    assert re.search(r"actor +rollout +hybrid", told) and "Schedule: pipelined" in told
+    assert re.search(r"actor +rollout +hybrid", told) and re.search(r"env +rollout +disaggregated", told)
+    assert "Schedule: pipelined" in told
 
 
 def test_stand_ins_are_found_by_name() -> None:

@@ -474,7 +474,8 @@ class TestPage:
         said = {"message": {"role": "assistant", "content": "5"}, "reward": 0.5}
         turns = [{**said, "replies": [{"role": "user", "content": "higher"}]}, {**said, "replies": [], "reward": 0.0}]
         shown = shortened({"response": "55", "turns": turns})
-        assert shown["turns"] == [("turn 1, reward 0.5", "5"), ("environment", "higher"), ("turn 2", "5")]
+        expected = [("turn 1, reward 0.5", "5", []), ("environment", "higher", []), ("turn 2", "5", [])]
+        assert shown["turns"] == expected
 
 
 class TestTool:

@@ -73,8 +73,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *BASE,
-        *("checkpoint", "data", "endpoint", "models", "observability", "planning", "reshard", "rollout", "runtime"),
-        *("trainer", "training"),
+        *("algorithms.registry", "checkpoint", "data", "endpoint", "models", "observability", "planning", "reshard"),
+        *("rollout", "runtime", "trainer", "training"),
     ),
     "__main__": ("cli",),
 }

@@ -224,7 +224,7 @@ def test_an_engine_has_the_pixels_of_its_samples_as_long_as_it_needs_them(
 # Transfers.
 
 
-def transfers_of(hold: Any = lambda experience, step: None, **shape: bool) -> Transfers:
+def transfers_of(hold: Any = lambda transfer, step, chunk, experience: None, **shape: bool) -> Transfers:
     order = Entries()
     for name, source_role, role in (
         ("samples", "rollout", "reward"),
@@ -250,7 +250,7 @@ def test_images_go_to_the_roles_that_see() -> None:
         ("samples", "reward_model", set()),
         ("scored", "actor", seen),
         ("scored", "teacher", set()),
-        ("evaluation_samples", "reward", set()),
+        ("evaluation_samples", "reward", {"image_keys"}),
     ]:
         assert seen.intersection(transfers._fields(transfer, role)) == expected
     assert "image_keys" not in transfers_of(sees=False)._fields("scored", "actor")
@@ -265,7 +265,7 @@ def crossing(rows: Rows, *, sees: bool) -> list[dict[str, torch.Tensor]]:
     return [as_tensors({("rollout", "samples", 4, 0): shipment})]
 
 
-def crossing_transfers(hold: Any = lambda experience, step: None, *, sees: bool) -> Transfers:
+def crossing_transfers(hold: Any = lambda transfer, step, chunk, experience: None, *, sees: bool) -> Transfers:
     transfers = transfers_of(hold, sees=sees)
     order = Entries()
     order.post("samples", "rollout", "reward", 4)
@@ -278,9 +278,11 @@ def crossing_transfers(hold: Any = lambda experience, step: None, *, sees: bool)
 def test_images_of_experience_in_a_checkpoint_are_held_again() -> None:
     held = []
     rows = Rows([[source(7)]])
-    crossing_transfers(lambda experience, step: held.append((keys_of(experience), step)), sees=True).restore(
-        crossing(rows, sees=True)
-    )
+
+    def hold(transfer: str, step: int, chunk: int, experience: Any) -> None:
+        held.append((keys_of(experience), step))
+
+    crossing_transfers(hold, sees=True).restore(crossing(rows, sees=True))
     assert held == [(keys_of_row(rows, 0), 4)]
 
 

@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,15 @@ from rltrain.reshard.layout import split
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import Client, StreamFailure
-from rltrain.rollout.servers.sglang_session import RequestedRouting, ServerRouting
+from rltrain.rollout.servers.calls import Calls, Client
+from rltrain.rollout.servers.sglang_session import OwnRequests, RequestedRouting, ServerRouting
 from rltrain.rollout.servers.sglang_weights import Delivery, fields_of
 from rltrain.runtime.grid import Grid
 from tests.support.loading_server import NOISE, LoadingServer, model_of
 from tests.support.model_shards import tiny_architecture
 from tests.support.sglang_server import TAGS, FakeServer, experts_of, logprob_of, next_token
-from tests.unit.test_sglang_engine import engine_on, residency_of, wait_for
+from tests.unit.test_sglang_engine import engine_on, wait_for
+from tests.unit.test_sglang_memory import residency_of
 
 LAYOUT = engine_layout(tiny_architecture("qwen2"), Grid((0,)))
 PARTS = split(LAYOUT, 3000)
@@ -381,10 +382,16 @@ CLIENT_LIMIT_S = 0.5
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    server = FakeServer()
-    server.start()
+    server = server_with_weights()
     yield server
     server.kill()
+
+
+def server_with_weights() -> FakeServer:
+    server = FakeServer()
+    server.start()
+    server.rules.version = "0"
+    return server
 
 
 @pytest.fixture
@@ -395,48 +402,85 @@ def client(server: FakeServer) -> Iterator[Client]:
     client.close()
 
 
-def body(*rids: str, max_new_tokens: int = 3) -> dict[str, Any]:
-    sampling = {"max_new_tokens": max_new_tokens, "stop_token_ids": [], "ignore_eos": True, "stream_interval": 2}
-    return {
-        "rid": [*rids],
-        "input_ids": [[1, 2]] * len(rids),
-        "sampling_params": [sampling] * len(rids),
-        "extra_key": "",
-    }
+class Session:
+    """The requests of an engine to the server of `client`, with weights of version 0."""
+
+    def __init__(self, client: Client) -> None:
+        limits = {"max_running_requests": 4, "max_context_tokens": 10**6, "hang_timeout_s": LIMIT_S}
+        self.client, self.requests = client, OwnRequests(role="rollout", ending=lambda: None, **limits)
+        self.serve()
+
+    def serve(self) -> None:
+        self.client.run(self.requests.serve(self.client.calls, 0))
+
+    def submit(self, some: list[Sample], sampling: SamplingParams) -> None:
+        self.client.run(self.requests.submit(some, sampling, None))
+
+    def progress(self) -> list[Sample]:
+        return self.client.run(self.requests.progress([100, 101]))
+
+    def wait_for_tokens(self) -> None:
+        wait_for(lambda: any(sample.tokens for sample in self.progress()))
+
+    def take(self, count: int, look: Callable[[], object] = lambda: None) -> list[Sample]:
+        """Waits for `count` finished samples, or raises the error of the requests."""
+        done: list[Sample] = []
+
+        def step() -> None:
+            look()
+            self.requests.check()
+            while not self.requests.outbox.empty():
+                item = self.requests.outbox.get()
+                if isinstance(item, Exception):
+                    raise item
+                done.append(item)
+
+        wait_for(lambda: len(done) == count, step)
+        return done
+
+    def close(self) -> None:
+        if not self.client.is_closed:
+            self.client.run(self.requests.stop())
 
 
-def items(client: Client, count: int) -> list[Any]:
-    return [client.inbox.get(timeout=5) for _ in range(count)]
+@pytest.fixture
+def session(client: Client) -> Iterator[Session]:
+    session = Session(client)
+    yield session
+    session.close()
+
+
+ENDLESS = SamplingParams(1.0, 1.0, 0, 10**5, ())
 
 
 def test_an_answer_is_parsed_where_it_is_json(client: Client) -> None:
     assert client.call("/pause_generation", {"mode": "in_place"})["success"] is True
     assert client.call("/flush_cache", {}) == "Cache flushed."
-    assert client.call("/model_info") == {"success": True, "message": "Success", "weight_version": "default"}
+    assert client.call("/model_info") == {"success": True, "message": "Success", "weight_version": "0"}
 
 
 def test_an_error_that_nobody_expects_ends_the_wait_for_a_stream(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio would report it only when the task is collected."""
     monkeypatch.setattr("rltrain.rollout.servers.calls._lines", lambda response, limit_s: 1 / 0)
-    client.generate(body("a"))
-    (failure,) = items(client, 1)
-    assert isinstance(failure, StreamFailure) and type(failure.error) is ZeroDivisionError
+    session.submit(samples(1), GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        session.take(1)
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(400, EngineError), (422, EngineError), (500, EngineLost), (503, EngineLost)]
 )
 def test_a_refusal_is_an_error_and_a_broken_server_is_lost(
-    server: FakeServer, client: Client, status: int, error: type[Exception]
+    server: FakeServer, client: Client, session: Session, status: int, error: type[Exception]
 ) -> None:
     server.answers["/flush_cache"] = server.answers["/generate"] = (status, "because")
     with pytest.raises(error, match=f"/flush_cache of the SGLang server answered with status {status}: because"):
         client.call("/flush_cache", {})
-    client.generate(body("a"))
-    [failure] = items(client, 1)
-    assert isinstance(failure, StreamFailure) and type(failure.error) is error
+    session.submit(samples(1), GREEDY)
+    with pytest.raises(error, match=f"/generate of the SGLang server answered with status {status}: because"):
+        session.take(1)
 
 
 def test_a_silent_server_is_lost_when_the_limit_is_over(server: FakeServer, client: Client) -> None:
@@ -447,26 +491,40 @@ def test_a_silent_server_is_lost_when_the_limit_is_over(server: FakeServer, clie
     assert CLIENT_LIMIT_S <= time.monotonic() - start < CLIENT_LIMIT_S + 2
 
 
-def test_a_dead_server_is_lost_at_once_also_in_the_middle_of_a_call(server: FakeServer, client: Client) -> None:
-    client.generate(body("a", max_new_tokens=10**6))
-    items(client, 1)
+def test_a_dead_server_is_lost_at_once_also_in_the_middle_of_a_call(
+    server: FakeServer, client: Client, session: Session
+) -> None:
+    session.submit(samples(1), ENDLESS)
+    session.wait_for_tokens()
     server.die()
-    drained = items(client, 1)
-    while not isinstance(drained[-1], StreamFailure):
-        drained += items(client, 1)
-    assert isinstance(drained[-1].error, EngineLost)
+    with pytest.raises(EngineLost, match="/generate"):
+        session.take(1)
     with pytest.raises(EngineLost, match="/flush_cache"):
         client.call("/flush_cache", {})
 
 
-def test_events_of_all_requests_arrive_as_they_happen(client: Client) -> None:
-    client.generate(body("a", "b"))
-    events = items(client, 4)
-    assert [event["meta_info"]["id"] for event in events] == ["a", "b", "a", "b"]
-    assert [event["meta_info"]["completion_tokens"] for event in events] == [1, 1, 3, 3]
-    assert time.monotonic() - client.last_event_s < 5
-    time.sleep(0.05)
-    assert client.inbox.empty()
+def test_events_of_all_requests_arrive_as_they_happen(server: FakeServer, session: Session) -> None:
+    session.submit(samples(2), LONG)
+    seen: set[tuple[int, int]] = set()
+    done = session.take(2, lambda: seen.update((one.id, len(one.tokens)) for one in session.progress()))
+    assert seen <= {(number, count) for number in (100, 101) for count in (0, 1, 65, 129)}
+    assert len({count for _, count in seen}) > 1 and miscounted(done) == 0
+
+
+def test_an_error_without_a_name_is_raised_after_the_end_of_another_sample(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang streams an error of one of several samples without naming the sample."""
+
+    async def stream(self: Calls, path: str, body: dict[str, Any], limit_s: float | None) -> AsyncIterator[Any]:
+        meta = {"finish_reason": {"type": "length"}, "completion_tokens": 12, "weight_version": "0"}
+        yield {"meta_info": {**meta, "id": body["rid"][0], "output_token_logprobs": [[-1.0, 7, None]] * 12}}
+        yield {"error": {"message": "out of tune"}}
+
+    monkeypatch.setattr(Calls, "stream", stream)
+    session.submit(samples(2), GREEDY)
+    with pytest.raises(EngineError, match="refuses sample 101: /generate: .*out of tune"):
+        session.take(2)
 
 
 def test_proxies_of_the_environment_are_ignored(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,23 +538,28 @@ def test_proxies_of_the_environment_are_ignored(server: FakeServer, monkeypatch:
     client.close()
 
 
-def test_another_server_brings_nothing_of_the_one_before(server: FakeServer, client: Client) -> None:
-    client.generate(body("a", max_new_tokens=10**6))
-    items(client, 2)
-    other = FakeServer()
-    other.start()
+def test_another_server_brings_nothing_of_the_one_before(client: Client, session: Session) -> None:
+    """Its sample continues from the tokens known before."""
+    session.submit(samples(1), LONG)
+    session.wait_for_tokens()
+    other = server_with_weights()
+    client.run(session.requests.lose_server())
     client.connect(other.url, other.token)
-    client.generate(body("b"))
-    assert {event["meta_info"]["id"] for event in items(client, 2)} == {"b"}
+    session.serve()
+    (done,) = session.take(1)
+    assert len(done.tokens) == LONG.max_response_tokens and miscounted([done]) == 0
+    assert len(other.cache_keys) == 1
+    session.close()
     other.kill()
 
 
-def test_closing_is_quick_whatever_the_server_does(server: FakeServer, client: Client) -> None:
+def test_closing_is_quick_whatever_the_server_does(server: FakeServer, session: Session) -> None:
     server.hangs = True
-    client.generate(body("a"))
+    session.submit(samples(1), GREEDY)
     start = time.monotonic()
-    client.close()
-    client.close()
+    session.close()
+    session.client.close()
+    session.client.close()
     assert time.monotonic() - start < 2
 
 
@@ -504,5 +567,5 @@ def test_without_a_server_every_call_says_so(server: FakeServer, client: Client)
     client.disconnect()
     with pytest.raises(EngineLost, match="no SGLang server is connected"):
         client.call("/flush_cache", {})
-    client.generate(body("a"))
-    assert isinstance(items(client, 1)[0], StreamFailure)
+    with pytest.raises(EngineLost, match="no SGLang server is connected"):
+        Session(client)

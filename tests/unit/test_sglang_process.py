@@ -370,6 +370,28 @@ def test_what_loses_routing_is_refused_where_that_is_replayed(
         check_arguments(replace(spec, returns_routing=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("attn_dp_size", r"places of tensor parallelism; .*yourself may have others \(rollout\.engine: http\); remove"),
+        ("ep_size", r"places of tensor parallelism"),
+        ("disaggregation_mode", "an engine is one server with all parts and phases; more engines come from more ranks"),
+        ("hicache_storage_backend", "outlive a run, and their names do not name the weights"),
+    ],
+)
+def test_what_weight_syncs_cannot_follow_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.args\.{name}: cannot be chosen in a run .*{said}"):
+        check_arguments(make_spec(tmp_path, **{name: 2}))
+
+
+@pytest.mark.parametrize("name", ["enable_deterministic_inference", "rl_on_policy_target"])
+def test_determinism_needs_a_gpu(answer: Callable[..., ServerSpec], name: str) -> None:
+    spec = answer({name: True}, fields={name: name})
+    check_arguments(replace(spec, device="cuda"))
+    with pytest.raises(ConfigError, match=rf"args\.{name}: got true, but this run has no GPU.*; remove the key, or"):
+        check_arguments(spec)
+
+
 def test_routing_is_asked_for_where_it_is_replayed_and_nowhere_else(
     answer: Callable[..., ServerSpec], tmp_path: Path
 ) -> None:

@@ -77,6 +77,16 @@ VISION = tiny_architecture("qwen3_vl", max_positions=4096)
 HTTP = {"rollout": {"engine": "http", "urls": ("http://a:1",)}}
 GLM, NEMOTRON = (tiny_architecture(family, max_positions=4096) for family in ("glm4_moe", "nemotron"))
 ONE_KEY_HEAD = replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, num_key_heads=1))  # type: ignore[type-var]
+ODD_DELTA = replace(DELTA_MODEL, delta=replace(DELTA_MODEL.delta, layers=(False, True, True, False)))  # type: ignore[type-var]
+UNTIED_GEMMA = replace(GEMMA, tied_embeddings=False)
+FIRST_GEMMA = tiny_architecture("gemma", max_positions=4096)
+WINDOWED = replace(GEMMA, family="mistral")
+SPARSE_MODEL = tiny_architecture("qwen2_moe", max_positions=4096)
+PARTLY_DENSE = replace(SPARSE_MODEL, moe=replace(SPARSE_MODEL.moe, dense_layers=(0,)))  # type: ignore[type-var]
+APART = {"rollout": {"engine": "sglang"}, "model": {"path": "m", "lora": {"rank": 2}}} | {
+    "weight_sync": {"adapters": "apart"}
+}
+UNKEPT = {"rollout": {"engine": "sglang", "sglang": {"keep_weights": False}}, "weight_sync": {"delta": {}}}
 PART_TURNED = replace(SCALED, family="glm4_moe", rotary_dim=2)
 LONG_SET = {"name": "long", "data": {"path": "l"}, "sampling": LONG_ANSWERS}
 LONG = {"rollout": {"max_context_tokens": 8192}, "evaluation": {"sets": [LONG_SET]}}
@@ -111,8 +121,19 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
     [
         (GEMMA, CP, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
         (GEMMA, TRANSFORMER_ENGINE, ["model.transformer_impl", "sliding windows and norms after", LOCAL]),
-        (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
-        (GLM, SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
+        (UNTIED_GEMMA, SGLANG, ["rollout.engine: got sglang", "a head of its own", "expected embedded"]),
+        (NEMOTRON, SGLANG, ["got sglang", "model_type nemotron (SGLang has no class of it)", "embedded"]),
+        (FIRST_GEMMA, SGLANG, ["got sglang", "model_type gemma (SGLang computes its GELU exactly", "embedded"]),
+        (WINDOWED, SGLANG, ["rollout.engine: got sglang", "sliding windows", "ignores", "expected embedded"]),
+        (PARTLY_DENSE, SGLANG, ["rollout.engine: got sglang", "layers without experts", "expected embedded"]),
+        (GLM, SGLANG | {"rollout": {"engine": "sglang", "dtype": "fp8"}}, ["rollout.dtype: got fp8", "unquantised"]),
+        (GLM, APART, ["weight_sync.adapters: got apart", "merged; expected merged"]),
+        (GLM, UNKEPT, ["weight_sync.delta", "without rollout.sglang.keep_weights", "expected null"]),
+        (
+            GLM,
+            SGLANG | {"model": {"path": "m", "router_replay": "rollout"}},
+            ["model.router_replay: got rollout with rollout.engine sglang", "untested"],
+        ),
         (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "has soft caps on its scores"]),
         (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (NEMOTRON, FSDP, ["actor.backend: got fsdp", "is nemotron", "expected megatron"]),
@@ -145,7 +166,6 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         ),
         (ONE_KEY_HEAD, {"rollout": {"parallel": {"tp": 2}}}, ["rollout.parallel.tp: got 2", "the 1 key heads"]),
         (GPT_OSS, CP, ["actor.parallel.cp: got 2", "expected 1", "attention sinks"]),
-        (GPT_OSS, SGLANG, ["rollout.engine: got sglang", "model_type gpt_oss", "expected embedded"]),
         (GPT_OSS, {"rollout": {"dtype": "fp8"}}, ["rollout.dtype: got fp8", "gpt_oss", "expected auto"]),
         (GPT_OSS, {"actor": {"optimizer": {"name": "muon"}}}, ["actor.optimizer.name: got muon", "expected adamw"]),
         (
@@ -159,7 +179,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             ["model.lora.targets: got ['gate_proj']", "q_proj, k_proj, v_proj, o_proj"],
         ),
         (GPT_OSS, TRANSFORMER_ENGINE, ["model.transformer_impl", "attention sinks", LOCAL]),
-        (DELTA_MODEL, SGLANG, ["rollout.engine: got sglang", "model_type qwen3_5_text", "expected embedded"]),
+        (ODD_DELTA, SGLANG, ["rollout.engine: got sglang", "gated delta nets in other layers", "expected embedded"]),
         (VISION, SGLANG, ["rollout.engine: got sglang", "a vision tower, but no model.vision", "expected embedded"]),
         (
             replace(VISION, vision=tiny_vision("qwen3_vl")),

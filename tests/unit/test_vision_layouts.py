@@ -28,9 +28,10 @@ from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout, hf_layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import plan
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import EnginePart, engine_layout, engine_parts
 from rltrain.runtime.grid import Grid
 from tests.support.plan_simulation import Side, reshard
+from tests.support.schedule_configs import make_config
 from tests.support.vision_checkpoints import (
     CONFIGS,
     IMAGE_TOKEN,
@@ -217,6 +218,28 @@ def test_the_tower_follows_the_layer_for_multi_token_prediction(kind: Tower, tmp
     assert {of for name, tensors in held.items() if name not in tower for of in tensors}.isdisjoint(
         tower_names(architecture)
     )
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_a_frozen_tower_is_a_part_of_its_own(checkpoint: Path, engine: str) -> None:
+    def parts_of(trains: bool, of: str = engine, **model: Any) -> list[EnginePart]:
+        servers = {"urls": ["http://h:1"]} if of == "http" else {"sglang": {"staging_mb": 0.1}}
+        config = make_config(
+            model={"path": str(checkpoint), "vision": {"train": trains}, **model}, rollout={"engine": of, **servers}
+        )
+        return engine_parts(config, read_architecture(checkpoint, sees=True), Grid((0,)))
+
+    found = parts_of(trains=False)
+    of_tower, others = ([part for part in found if part.is_frozen is wanted] for wanted in (True, False))
+    assert found == [*of_tower, *others] and of_tower and others
+    tower, rest = ({name for part in some for name, _ in part.layout.on(0).parameters} for some in (of_tower, others))
+    whole = {name for part in parts_of(trains=True) for name, _ in part.layout.on(0).parameters}
+    assert tower | rest == whole and not tower & rest
+    assert tower == {name for name in whole if name.startswith("vision." if engine == "embedded" else "visual.")}
+    assert not any(part.is_frozen for part in parts_of(trains=True))
+    adapters = {"lora": {"rank": 2, "alpha": 4}}
+    assert any(part.is_frozen for part in parts_of(trains=True, **adapters)), "adapters leave the tower alone"
+    assert not any(part.is_frozen for part in parts_of(trains=False, of="http")), "files need all tensors"
 
 
 # Reshards.

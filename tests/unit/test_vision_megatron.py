@@ -3,6 +3,7 @@
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +34,7 @@ from rltrain.training.megatron.backend import MegatronBackend
 from rltrain.training.megatron.model import add_adapters
 from rltrain.training.megatron.tower import add_deepstack
 from rltrain.training.packing import pack
-from rltrain.training.tower_pass import Sight, Tower, TowerPass, pieces_of
+from rltrain.training.tower_pass import KeptFeatures, Sight, Tower, TowerPass, pieces_of
 from rltrain.training.trainable import TrainedModel
 from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
@@ -288,6 +289,60 @@ def test_images_are_encoded_once_in_pieces(store: ImageStore) -> None:
     encoded.clear()
     TowerPass(tower, batches[1:2], store, trains=False, num_pieces=2)
     assert encoded == [[4], [4]], "a blank image keeps ranks in step"
+
+
+def test_images_of_a_frozen_tower_are_not_encoded_again(
+    qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore
+) -> None:
+    """Log-probs and updates of a step, and the passes of the next, need each image once."""
+    images: list[int] = []
+    vision = schema.VisionSettings(train=False)
+    log_probs: list[Tensor] = []
+    for keeps in (False, True):
+        sight = Sight(
+            qwen3_vl.folder, MEAN, STD, vision, store, lambda grids, backward: images.append(len(grids)), keeps
+        )
+        model = megatron_model(
+            qwen3_vl.folder, GRID, groups, architecture=read_architecture(qwen3_vl.folder, sees=True), sight=sight
+        )
+        trained = in_training(model, updates=1, max_tokens=ALONE, optimizer={"lr": 1e-2})
+        images.clear()
+        log_probs.append(trained.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER))
+        trained.train_batch(experience_of(SAMPLES), summed_logprobs)
+        log_probs.append(trained.evaluate(experience_of(SAMPLES), max_tokens=TOGETHER))
+        num_images = len(NUM_PATCHES)
+        assert images == ([num_images, 0, 0] if keeps else [num_images] * 3)
+    for without, kept in zip(log_probs[:2], log_probs[2:], strict=True):
+        assert kept == pytest.approx(without, abs=TOLERANCE)
+
+
+def test_features_are_kept_of_a_tower_that_has_the_same_weights_in_all_passes(
+    qwen3_vl: Reference, groups: ProcessGroups, store: ImageStore
+) -> None:
+    def keeps(train: bool, role: str = "actor", reference: str | None = None, **lora: Any) -> bool:
+        site = site_of(qwen3_vl.folder, groups, store, train=train)
+        given = site.config.model_dump(exclude_unset=True)
+        given["model"] |= {"lora": {"rank": 2, "alpha": 4, **lora}} if lora else {}
+        given |= {"reference": {"path": reference}} if reference else {}
+        sight = replace(site, config=schema.Config.model_validate(given), role=role).sight()
+        assert sight is not None
+        return sight.is_constant
+
+    assert keeps(train=False) and not keeps(train=True)
+    assert keeps(train=True, vision=False) and not keeps(train=False, vision=True), "adapters decide"
+    assert not keeps(train=False, reference="other"), "its weights may replace the actor's"
+    assert not keeps(train=False, role="reference"), "it needs an image once a step"
+
+
+def test_the_features_used_last_are_kept() -> None:
+    kept = KeptFeatures(max_bytes=2 * 16)
+    for key in (1, 2):
+        kept.keep(key, [torch.full((2,), float(key)), torch.zeros(2)])
+    assert kept.of(1, CPU)[0].tolist() == [1, 1]
+    kept.keep(3, [torch.zeros(2), torch.zeros(2)])
+    assert [key in kept for key in (1, 2, 3)] == [True, False, True]
+    kept.keep(4, [torch.zeros(9)])
+    assert 4 not in kept and 3 in kept, "it is too large"
 
 
 def test_touching_copies_of_an_image_have_its_features_each(store: ImageStore) -> None:

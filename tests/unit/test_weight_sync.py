@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +37,17 @@ REPORT = SyncReport(**NUMBERS, bytes_received=0, num_rounds=1, num_launches=1, p
 class Part:
     """A part with a log of its calls. The runs numbered in `drifts` find a difference if they compare."""
 
-    def __init__(self, log: list[Any], number: int, *, is_frozen: bool = False, drifts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        log: list[Any],
+        number: int,
+        *,
+        is_frozen: bool = False,
+        drifts: tuple[int, ...] = (),
+        bytes_node: int = 0,
+    ) -> None:
         self.log, self.number, self.is_frozen, self.drifts = log, number, is_frozen, drifts
+        self.report = replace(REPORT, bytes_node=bytes_node)
         self.num_runs = 0
 
     def run(self, source: object, destination: object, turn: DeltaTurn, *, compares: bool) -> tuple[SyncReport, float]:
@@ -45,7 +55,7 @@ class Part:
         self.log.append((self.number, turn.value, compares))
         if self.num_runs in self.drifts:
             raise SyncMismatchError("model.norm.weight differs on rank(s) 1")
-        return REPORT, 0.25
+        return self.report, 0.25
 
 
 class Engine:
@@ -77,7 +87,8 @@ def sync_of(*parts: Part, full_every: int | None = 50, compared_every: int = 0) 
     sync.config, sync.turns = WeightSyncConfig(), DeltaTurns(full_every) if full_every else None
     sync.compared_every = compared_every
     sync.parts = [SyncedPart([part], "weights") for part in parts]  # type: ignore[list-item]
-    sync.base, sync.has_base = None, False
+    sync.base, sync.has_base, sync.moved_bytes = None, False, {}
+    sync.notices_losses = full_every is not None or any(part.is_frozen for part in parts)
     sync.agreement = Agreement(None, 0, None)
     return sync
 
@@ -129,6 +140,26 @@ def test_parts_that_never_change_come_once_and_to_be_compared() -> None:
     engine.num_restarts = 1
     sync(4, 0)
     assert engine.came[-2:] == [(0, False), (1, False)], "a restarted server gets everything"
+
+
+def test_parts_that_never_change_come_once_also_without_deltas() -> None:
+    log: list[Any] = []
+    sync = sync_of(Part(log, 0, is_frozen=True, bytes_node=7), Part(log, 1), full_every=None, compared_every=3)
+    engine: Any = sync.engine
+
+    def sent(step: int) -> tuple[list[int], float]:
+        log.clear()
+        metrics = sync(step, 0)
+        return [number for number, *_ in log], metrics["perf/weight_sync_kept_bytes"]
+
+    assert sent(0) == ([0, 1], 0)
+    assert sent(1) == ([1], 7)
+    assert sent(3) == ([0, 1], 0), "it is compared"
+    sync.weights.times_emptied += 1  # type: ignore[union-attr]
+    assert sent(4) == ([0, 1], 0), "other roles had the engine's memory"
+    assert sent(5) == ([1], 7)
+    engine.num_restarts = 1
+    assert sent(7) == ([0, 1], 0), "a restarted server has other weights"
 
 
 def test_an_engine_that_a_sync_did_not_reach_gets_everything_with_the_next() -> None:

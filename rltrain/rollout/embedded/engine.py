@@ -384,7 +384,7 @@ def images_of(
         tower_of(vision, Path(folder), weights, matrices, site.world.device),
         site.images,
         (rules.mean, rules.std),
-        ImageLimits(settings.max_patches, settings.engine_cache_gb * GB, trains=settings.train),
+        ImageLimits(settings.max_patches, settings.engine_cache_gb * GB, trains=not site.config.freezes_tower),
         site.world.device,
     )
 

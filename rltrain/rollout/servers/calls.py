@@ -2,13 +2,11 @@
 
 import asyncio
 import ssl
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import httpx
@@ -203,8 +201,7 @@ class LoopThread:
             self._loop.close()
 
 
-# Calls from threads without an event loop, to the server of one engine. They block until the answer is there. Events of
-# streams are collected meanwhile.
+# Calls from threads without an event loop, to the server of one engine. They block until the answer is there.
 
 _GRACE_S = 5.0
 """Time for the thread to cancel a call past its limit, or to end."""
@@ -212,59 +209,61 @@ SEE_LOG = "Its log is in the run folder."
 NOBODY = "no SGLang server is connected"
 
 
-@dataclass(frozen=True)
-class StreamFailure:
-    """A stream that failed before its responses ended. `error` is EngineLost, or EngineError if the server refused, or
-    an unexpected exception."""
-
-    error: Exception
-
-
-Item = dict[str, Any] | StreamFailure
-"""An event of the server, or the one failure that ends a stream."""
-
-
 class Client:
-    """A client of the server named last in `connect`. `call` is thread-safe; all other methods belong to one thread.
+    """A client of the server named last in `connect`. `call` and `ask` are thread-safe; all other methods belong to one
+    thread.
 
-    `limit_s` bounds every call. Streams have no limit. `last_event_s` is the time of the last event (time.monotonic()).
+    `limit_s` bounds every call. `run` has no limit.
     """
 
     def __init__(self, limit_s: float) -> None:
-        self.inbox: SimpleQueue[Item] = SimpleQueue()
-        self.last_event_s = time.monotonic()
         self._limit_s = limit_s
         self._calls: Calls | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = LoopThread("sglang client")
 
+    @property
+    def calls(self) -> Calls:
+        """Calls to the server, for coroutines of `run`. Raises EngineLost if no server is connected."""
+        if self._calls is None:
+            raise EngineLost(NOBODY)
+        return self._calls
+
+    @property
+    def is_closed(self) -> bool:
+        return self._thread.is_closed
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the client's event loop and returns its result."""
+        return self._thread.start(work).result()
+
     def connect(self, url: str, token: str) -> None:
-        """Leaves the current server, drops the events of its streams, and uses the server at `url`."""
+        """Leaves the current server and uses the server at `url`."""
         self.disconnect()
-        self.inbox, self.last_event_s = SimpleQueue(), time.monotonic()
         self._calls = Calls(url, Access(token, connect_timeout_s=self._limit_s), "the SGLang server")
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> Any:
-        """Returns the server's answer to a POST of `body`, or to a GET without a body: parsed JSON or text.
+        """Returns the server's answer to a POST of `body`, or to a GET without a body: parsed JSON or text. Raises as
+        `ask` does."""
+        limit_s = limit_s or self._limit_s
 
-        Raises EngineLost if no answer arrives within `limit_s` or the server reports a failure of its own. Raises
+        def asked(calls: Calls) -> Coroutine[Any, Any, Any]:
+            return calls.get(path, limit_s) if body is None else calls.post(path, body, limit_s)
+
+        return self.ask(asked, path, limit_s)
+
+    def ask(self, asked: Callable[[Calls], Coroutine[Any, Any, T]], what: str, limit_s: float) -> T:
+        """Runs `asked` for the server and returns its result. Messages call it `what`.
+
+        Raises EngineLost if it takes longer than `limit_s` or the server reports a failure of its own. Raises
         EngineError if the server refuses.
         """
-        calls, limit_s = self._calls, limit_s or self._limit_s
-        if calls is None:
-            raise EngineLost(NOBODY)
-        asked = calls.get(path, limit_s) if body is None else calls.post(path, body, limit_s)
-        return self._wait(self._ended_by_disconnect(asked), f"{path} of the SGLang server", limit_s)
-
-    def generate(self, body: Mapping[str, Any]) -> None:
-        """Starts a stream. Its events arrive in `inbox`, and a StreamFailure if it ends too early."""
-        if self._calls is None:
-            self.inbox.put(StreamFailure(EngineLost(NOBODY)))
-            return
-        self._thread.start(self._ended_by_disconnect(self._read(self._calls, self.inbox, body)))
+        work = self._ended_by_disconnect(asked(self.calls))
+        result: T = self._wait(work, f"{what} of the SGLang server", limit_s)
+        return result
 
     def disconnect(self) -> None:
-        """Ends all streams and connections. The server may be in any state.
+        """Ends all calls and connections. The server may be in any state.
 
         A `call` in another thread then raises EngineLost. Raises EngineLost if the connections take longer than 2 *
         _GRACE_S seconds to close.
@@ -296,17 +295,6 @@ class Client:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await task
-
-    async def _read(self, calls: Calls, inbox: SimpleQueue[Item], body: Mapping[str, Any]) -> None:
-        try:
-            async with aclosing(calls.stream("/generate", body, None)) as events:
-                async for event in events:
-                    self.last_event_s = time.monotonic()
-                    inbox.put(event)
-        except (ServerGone, ServerBusy, ServerRefuses) as error:
-            inbox.put(StreamFailure(_of_engine(error)))
-        except Exception as error:  # the reader of the stream raises it
-            inbox.put(StreamFailure(error))
 
     async def _leave(self, calls: Calls) -> None:
         tasks = [*self._tasks]

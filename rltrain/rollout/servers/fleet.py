@@ -3,24 +3,22 @@
 import asyncio
 import json
 import logging
-import secrets
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 from rltrain.config.rollout import Http, Sampling
 from rltrain.errors import ConfigError, EngineError
-from rltrain.rollout.engine import SamplingParams, StopCut, response_limit
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, StreamCut, words
+from rltrain.rollout.servers.calls import Access, Calls, ServerBusy, ServerGone, ServerRefuses, words
 from rltrain.rollout.servers.http_weights import Weights, WeightsLater
 from rltrain.rollout.servers.protocols import (
     MODELS,
+    NO_SUCH_ROUTE,
     OpenAIProtocol,
     Receiver,
     ServerDescription,
@@ -28,7 +26,7 @@ from rltrain.rollout.servers.protocols import (
     SGLangProtocol,
     VLLMProtocol,
 )
-from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing
+from rltrain.rollout.servers.remote_engine import Drawing, DrawingServer, Requests
 from rltrain.rollout.servers.server_images import ServerImages
 from rltrain.runtime.job_store import JobStore
 
@@ -143,7 +141,8 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
     try:
         listed = (await calls.get(MODELS))["data"]
     except ServerRefuses as refused:
-        raise ServerRefuses(f"{refused}; set rollout.protocol to the protocol of the server", refused.status) from None
+        how = "; set rollout.protocol to the protocol of the server" if refused.status in NO_SUCH_ROUTE else ""
+        raise ServerRefuses(f"{refused}{how}", refused.status) from None
     return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
 
 
@@ -153,8 +152,8 @@ logger = logging.getLogger(__name__)
 # One server of a rank: its protocol, its requests, and the check of its weights.
 
 
-class FleetServer:
-    """A server of a rank. Belongs to one event loop. Methods raise as `Calls` does.
+class FleetServer(DrawingServer):
+    """A server at a URL.
 
     With `needs_weights` a server is refused if it cannot take weights by the way of `weights`. Otherwise such a server
     keeps its own weights. With `needs_images` a server is refused if it takes no images with token ids. With
@@ -171,27 +170,20 @@ class FleetServer:
         needs_images: bool = False,
         trained_sampling: Sampling | None = None,
     ) -> None:
-        self.calls = Calls(url, access)
+        super().__init__(Calls(url, access))
         self._needs_images, self._trained_sampling = needs_images, trained_sampling
         self.serves = False
         """Whether the server has the current weights and may be sent samples."""
         self.waits = False
         """Whether the server lacks the current weights and waits for the next update."""
-        self.problem = "has not answered yet"
-        """The reason if the server does not serve."""
         self.joining: asyncio.Task[None] | None = None
-        self.drawings: dict[int, Drawing] = {}
-        """Samples at the server, by id."""
         self._weights, self._needs_weights = weights, needs_weights
         self._protocol: ServerProtocol | None = None
-        self._described = ServerDescription("")
-        self._takes_weights = True
+        self.described = ServerDescription("")
+        self.keeps_own: str | None = None
+        """The reason if the server cannot take the weights, or None."""
         self._upcoming: asyncio.Future[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.calls.url
 
     @property
     def protocol(self) -> ServerProtocol:
@@ -205,45 +197,41 @@ class FleetServer:
     @property
     def is_uncertain(self) -> bool:
         """Whether the server has received tokens that `confirm` would make certain."""
-        return any(drawing.num_certain < len(drawing.tokens) for drawing in self.drawings.values())
+        return not all(drawing.is_certain for drawing in self.drawings.values())
 
     async def introduce(self, protocol: str, max_context_tokens: int) -> None:
-        """Asks the server for its protocol, model and context length. Raises ServerRefuses if it cannot be used."""
-        try:
-            await self._introduce(protocol, max_context_tokens)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerRefuses(f"{self.url} answers in an unknown form: {words(error)}", 400) from error
+        """Asks the server for its protocol, model and limits. Raises ServerRefuses if it cannot be used."""
+        with in_known_form(self.url):
+            await self.ask(protocol)
+            lacks = await self.lacks(max_context_tokens)
+        if lacks:
+            raise ServerRefuses(f"{self.url} ({self.protocol.name}) {'; it '.join(lacks)}", 400)
+        if self.keeps_own is not None:
+            logger.warning("%s keeps the weights that it was started with: %s", self.url, self.keeps_own)
 
-    async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
+    async def ask(self, protocol: str) -> None:
+        """Asks the server for its protocol, model and limits."""
         self._protocol = await protocol_of(self.calls, protocol)
-        self._described = await self._protocol.describe(self.calls)
-        if self._needs_images and not self._protocol.takes_images:
-            raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no images with token ids; expected a server of SGLang, or "
-                "no model.vision",
-                400,
-            )
-        context = self._described.max_context_tokens
+        self.described = await self._protocol.describe(self.calls)
+
+    async def lacks(self, max_context_tokens: int) -> list[str]:
+        """Returns what the server lacks for the job: sentences about it without a subject. Requires `ask` before."""
+        found = []
+        if self._needs_images and not self.protocol.takes_images:
+            found.append("takes no images with token ids; expected a server of SGLang, or no model.vision")
+        context = self.described.max_context_tokens
         if context is not None and context < max_context_tokens:
-            raise ServerRefuses(
-                f"{self.url} has a context of {context} tokens; expected rollout.max_context_tokens = "
-                f"{max_context_tokens} or more. Start the server with it, or lower that key",
-                400,
+            found.append(
+                f"has a context of {context} tokens; expected rollout.max_context_tokens = {max_context_tokens} or "
+                "more. Start the server with it, or lower that key"
             )
-        if self._trained_sampling and (
-            why := await self._protocol.without_logprobs(self.calls, self._trained_sampling)
-        ):
-            raise ServerRefuses(f"{self.url} ({self._protocol.name}) returns log-probs that do not fit: {why}", 400)
-        why = await self._refuses_weights()
-        self._takes_weights = why is None
+        if self._trained_sampling and (why := await self.protocol.without_logprobs(self.calls, self._trained_sampling)):
+            found.append(f"returns log-probs that do not fit: {why}")
+        why = self.keeps_own = await self._refuses_weights()
         if why is not None and self._needs_weights:
-            raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no weights by way of a {_named(self._weights.way)}, "
-                f"and would silently keep old ones: {why}",
-                400,
-            )
-        if why is not None:
-            logger.warning("%s keeps the weights that it was started with: %s", self.url, why)
+            way = _named(self._weights.way)
+            found.append(f"takes no weights by way of a {way}, and would silently keep old ones: {why}")
+        return found
 
     async def _refuses_weights(self) -> str | None:
         if self._weights.way not in self.protocol.ways:
@@ -268,23 +256,21 @@ class FleetServer:
     @property
     def expected(self) -> str | None:
         """The label of the weights required of the server, or None if it keeps its own."""
-        return self._weights.label if self._takes_weights else None
+        return self._weights.label if self.keeps_own is None else None
 
-    async def draw(self, drawing: Drawing, sampling: SamplingParams, hang_timeout_s: float) -> None:
-        """Sends a sample and reads its response to the end. Tokens of other weights never become certain."""
-        path, body = self.protocol.request(drawing, sampling, self._described)
-        with suppress(StreamCut):  # some servers close the stream right after the last token
-            async with aclosing(self.calls.stream(path, body, hang_timeout_s)) as events:
-                async for event in events:
-                    label = self.protocol.take(drawing, event)
-                    if label is not None and self.expected is not None:
-                        self._check(label)
-                    if label is not None or self.expected is None:
-                        drawing.num_certain = len(drawing.tokens)
-        if drawing.end is None:
-            raise ServerGone(f"{path} of {self.url}: its answer ended in the middle")
-        if drawing.num_certain < len(drawing.tokens):
-            await self.confirm()
+    def request(self, drawings: Sequence[Drawing], sampling: SamplingParams) -> tuple[str, Mapping[str, Any]]:
+        return self.protocol.request(drawings[0], sampling, self.described)
+
+    def take(self, drawing: Drawing, event: Mapping[str, Any]) -> None:
+        """Adds the tokens of an event. Tokens of other weights never become certain."""
+        label = self.protocol.take(drawing, event)
+        if label is not None and self.expected is not None:
+            self._check(label)
+        if label is not None or self.expected is None:
+            drawing.num_certain = len(drawing.tokens)
+
+    async def withdraw(self, names: Sequence[str]) -> bool:
+        return await self.protocol.withdraw(self.calls, names)
 
     async def confirm(self) -> None:
         """Checks that the server still has the current weights, and marks its tokens so far as certain.
@@ -324,6 +310,15 @@ class FleetServer:
         await self.calls.close()
 
 
+@contextmanager
+def in_known_form(url: str) -> Iterator[None]:
+    """Raises ServerRefuses in place of errors of code that reads answers of the server at `url`."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServerRefuses(f"{url} answers in an unknown form: {words(error)}", 400) from error
+
+
 def _named(way: str) -> str:
     """Returns the way with its config key."""
     return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
@@ -333,17 +328,14 @@ def _named(way: str) -> str:
 
 WITHDRAW_S = 5.0
 """Time for a server to return the tokens of withdrawn samples."""
-BUSY_S = 0.2
-"""Time before a busy server is asked again."""
 
 
-class Fleet:
-    """The servers of one rank. Everything except `outbox` belongs to one event loop.
+class Fleet(Requests):
+    """The servers of one rank, and its samples there.
 
-    A sample goes to the server with the fewest samples of this rank, first in, first out. If a server is lost, leaves,
-    or has wrong weights, its samples continue on others from their certain tokens. A new or returning server gets the
-    current weights before its first sample. `images` are those of samples, with model.vision. `trained_sampling` is the
-    sampling of samples whose log-probs are used, or None.
+    A sample goes to the server with the fewest samples of this rank. If a server is lost, leaves, or has wrong weights,
+    its samples continue on others. A new or returning server gets the current weights before its first sample.
+    `trained_sampling` is the sampling of samples whose log-probs are used, or None.
     """
 
     def __init__(
@@ -361,17 +353,17 @@ class Fleet:
         images: ServerImages | None = None,
         trained_sampling: Sampling | None = None,
     ) -> None:
-        self.outbox: SimpleQueue[Sample | Exception] = SimpleQueue()
-        """Finished samples, and errors that end the job."""
-        self.num_sent_again = 0
+        super().__init__(
+            max_running_requests=max_running_requests,
+            max_context_tokens=max_context_tokens,
+            withdraw_s=WITHDRAW_S,
+            stream_limit_s=settings.hang_timeout_s,
+            where=f"{role}.urls",
+            images=images,
+        )
         self.num_serving = 0
-        self.version = 0
-        """Policy version of the current weights."""
-        self._divergence = DivergenceWatch()
         self._addresses, self._weights = addresses, weights
         self._settings, self._protocol, self._role = settings, protocol, role
-        self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
-        self._images = images
         self._new_server = partial(
             FleetServer,
             access=access,
@@ -381,19 +373,9 @@ class Fleet:
             trained_sampling=trained_sampling,
         )
         self._servers: dict[str, FleetServer] = {}
-        self._queue: deque[Drawing] = deque()
-        self._running: dict[int, tuple[asyncio.Task[None], FleetServer]] = {}
-        self._back: dict[int, Sample] = {}
-        """Samples being taken back, with their tokens, by id."""
-        self._withdrawn: set[int] = set()
-        """Ids of samples being taken back that have not arrived yet."""
-        self._sampling: SamplingParams | None = None
-        self._cut: StopCut | None = None
-        self._is_held = False
         self._updating = asyncio.Lock()
         self._given: list[FleetServer] = []
         """Servers that receive the update under way."""
-        self._names, self._job = count(), secrets.token_hex(4)
         self._served_s = time.monotonic()
         self._maintaining: asyncio.Task[None] | None = None
 
@@ -417,47 +399,22 @@ class Fleet:
                 logger.warning("%s is not ready and is tried again later: %s", server.url, server.problem)
         self._maintaining = asyncio.get_running_loop().create_task(self._maintain())
 
-    async def submit(self, samples: Sequence[Sample], sampling: SamplingParams, cut: StopCut | None) -> None:
-        """Queues `samples` and sends as many as servers have room for. `cut` finds stop strings."""
-        self._sampling, self._cut = sampling, cut
-        self._queue.extend(map(self._queued, samples))
-        self._dispatch()
-
-    async def take_back(self, ids: Collection[int] | None = None) -> dict[int, Sample]:
-        """Takes back these samples, or all with None. Returns them by id with their certain tokens.
-
-        Samples that ended before are in the outbox.
-        """
-        back = {drawing.sample.id: drawing.sample for drawing in self._queue if ids is None or drawing.sample.id in ids}
-        self._queue = deque(drawing for drawing in self._queue if drawing.sample.id not in back)
-        running = {number for number in self._running if ids is None or number in ids}
-        self._withdrawn |= running
-        servers = {id(server): server for number in running for _, server in [self._running[number]]}
-        await asyncio.gather(*(self._withdraw(server, running) for server in servers.values()))
-        for number in running & self._running.keys():
-            back[number] = self._stop(number).known()
-        self._withdrawn -= running
-        for number in running & self._back.keys():
-            back[number] = self._back.pop(number)
-        self._dispatch()
-        return back
-
     async def progress(self, ids: Collection[int]) -> list[Sample]:
         """Returns these samples with their certain tokens if servers are running them."""
         for server in [server for server in self._servers.values() if server.is_uncertain]:
             with suppress(ServerGone, ServerBusy, ServerRefuses):  # the requests on that server notice it too
                 await server.confirm()
-        drawings = [drawing for server in self._servers.values() for drawing in server.drawings.values()]
-        return [drawing.known() for drawing in drawings if drawing.sample.id in ids]
+        return await super().progress(ids)
 
     async def begin_update(self) -> list[Receiver]:
         """Stops all requests and weight transfers until `end_update`. Returns the servers that will get the update."""
         await self._updating.acquire()
         self._is_held = True
         order = [*self._running]
-        waiting, self._queue = self._queue, deque()
+        waiting = [*self._queue]
+        self._queue.clear()
         back = await self.take_back()
-        self._queue = deque(self._queued(back[number]) for number in order if number in back) + waiting
+        self._queue.extend([*(self._queued(back[number]) for number in order if number in back), *waiting])
         self._given = [server for server in self._servers.values() if server.serves or server.waits]
         return [server.receiver for server in self._given]
 
@@ -484,8 +441,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Ends all requests and connections. The servers keep running."""
-        tasks = [task for task, _ in self._running.values()]
-        tasks += [server.joining for server in self._servers.values() if server.joining is not None]
+        await self.stop()
+        tasks = [server.joining for server in self._servers.values() if server.joining is not None]
         tasks += [self._maintaining] if self._maintaining is not None else []
         for task in tasks:
             task.cancel()
@@ -564,7 +521,8 @@ class Fleet:
         await server.close()
         logger.warning("%s has left", server.url)
 
-    def _lose(self, server: FleetServer, why: str) -> None:
+    def _lose(self, server: DrawingServer, why: str) -> None:
+        assert isinstance(server, FleetServer)
         if server.serves:
             logger.warning("%s is lost and is tried again later: %s", server.url, why)
         server.problem = why
@@ -584,105 +542,20 @@ class Fleet:
 
     # Requests and their samples.
 
-    def _dispatch(self) -> None:
-        while self._queue and not self._is_held:
-            free = [s for s in self._servers.values() if s.serves and len(s.drawings) < self._max_running_requests]
-            if not free:
-                return
-            self._send(self._queue.popleft(), min(free, key=lambda server: len(server.drawings)))
+    def _free_server(self) -> FleetServer | None:
+        free = [s for s in self._servers.values() if s.serves and len(s.drawings) < self._max_running_requests]
+        return min(free, key=lambda server: len(server.drawings), default=None)
 
-    def _send(self, drawing: Drawing, server: FleetServer) -> None:
-        # SGLang aborts all requests whose names begin with the given one. The final dot rules that out for other
-        # requests.
-        drawing.version, drawing.name = self.version, f"{self._job}.{next(self._names)}."
-        number = drawing.sample.id
-        server.drawings[number] = drawing
-        task = asyncio.get_running_loop().create_task(self._draw(drawing, server))
-        self._running[number] = task, server
+    def _not_back(self, server: DrawingServer, why: str) -> None:
+        logger.info("%s was asked to end requests: %s", server.url, why)
 
-    async def _draw(self, drawing: Drawing, server: FleetServer) -> None:
-        assert self._sampling is not None
-        try:
-            await server.draw(drawing, self._sampling, self._settings.hang_timeout_s)
-            sample = drawing.ended(self._sampling, self._cut)
-            self._divergence.ended(sample, drawing.version, len(self._running) - 1)
-            self._finish(drawing, sample)
-        except ServerGone as gone:
-            self._lose(server, str(gone))  # with all its samples
-        except ServerBusy as busy:
-            await asyncio.sleep(BUSY_S)
-            self._again(self._stop(drawing.sample.id), str(busy))
-            self._dispatch()
-        except ServerRefuses as refused:
-            self.outbox.put(
-                EngineError(f"{self._role}.urls: {server.url} refuses sample {drawing.sample.id}: {refused}")
-            )
-        except Exception as error:  # the engine's next step raises it
-            self.outbox.put(error)
-
-    def _finish(self, drawing: Drawing, sample: Sample) -> None:
-        """Handles a request ended by its server. The server may have ended it before the sample is finished."""
-        number = drawing.sample.id
-        self._stop(number, cancel=False)
-        if sample.is_finished:
-            self.outbox.put(sample)
-        elif number in self._withdrawn:
-            self._back[number] = sample
-        else:
-            self._again(drawing, f"the server ended it ({drawing.end}) before the limit", sample)
-        self._dispatch()
-
-    def _requeue(self, server: FleetServer) -> None:
-        for number in reversed([*server.drawings]):
-            self._again(self._stop(number), f"{server.url}: {server.problem}")
-
-    def _again(self, drawing: Drawing, why: str, sample: Sample | None = None) -> None:
-        """Puts a sample at the front of the queue."""
-        sample = drawing.known() if sample is None else sample
-        if drawing.sample.id in self._withdrawn:
-            self._back[drawing.sample.id] = sample
-            return
-        again = drawing.again(sample)
-        again.failures += 1
-        self.num_sent_again += 1
-        if again.failures > self._settings.max_retries:
-            self.outbox.put(
-                EngineError(
-                    f"{self._role}.urls: sample {sample.id} was sent {again.failures} times in a row without a new "
-                    f"token ({self._role}.http.max_retries {self._settings.max_retries}). The last reason: {why}"
-                )
-            )
-            return
-        self._queue.appendleft(again)
-
-    def _queued(self, sample: Sample) -> Drawing:
-        assert self._sampling is not None
-        limit = response_limit(sample, self._sampling, self._max_context_tokens)
-        return Drawing(sample, limit, images=self._images)
-
-    def _stop(self, number: int, *, cancel: bool = True) -> Drawing:
-        """Removes a sample from its server."""
-        task, server = self._running.pop(number)
-        if cancel and task is not asyncio.current_task():
-            task.cancel()
-        return server.drawings.pop(number)
-
-    async def _withdraw(self, server: FleetServer, numbers: Collection[int]) -> None:
-        """Has a server end these requests and return their tokens. It may fail to answer."""
-        mine = {number: drawing for number, drawing in server.drawings.items() if number in numbers}
-        tasks = [self._running[number][0] for number in mine]
-        if not tasks:
-            return
-        try:
-            tells = await asyncio.wait_for(
-                server.protocol.withdraw(server.calls, [drawing.name for drawing in mine.values()]), WITHDRAW_S
-            )
-            if tells:
-                await asyncio.wait(tasks, timeout=WITHDRAW_S)
-            else:
-                await asyncio.wait_for(server.confirm(), WITHDRAW_S)
-        except (TimeoutError, ServerGone, ServerBusy, ServerRefuses) as problem:
-            logger.info("%s was asked to end %d requests: %s", server.url, len(mine), problem)
+    def _wrong_end(self, drawing: Drawing, again: Drawing, why: str) -> EngineError | None:
+        if again.failures <= self._settings.max_retries:
+            return None
+        return EngineError(
+            f"{self._role}.urls: sample {again.sample.id} was sent {again.failures} times in a row without a new token "
+            f"({self._role}.http.max_retries {self._settings.max_retries}). The last reason: {why}"
+        )
 
 
 def _refusal_of(server: FleetServer) -> BaseException | None:

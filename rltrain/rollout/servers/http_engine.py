@@ -2,27 +2,23 @@
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from queue import Empty
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from rltrain.config.rollout import Http
-from rltrain.errors import ConfigError, DivergenceError
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
 from rltrain.offload.memory_parts import RemotePart
 from rltrain.rollout.engine import (
     EngineSite,
     HostedEngine,
-    SamplingParams,
     Tokenizer,
     expect_idle,
-    served_version,
-    stop_cut,
 )
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
-from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Access, Calls, LoopThread
 from rltrain.rollout.servers.fleet import Addresses, Fleet
 from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights, GroupWeights, Weights, shared_run
@@ -65,8 +61,6 @@ class CheckpointWeights(Weights):
 
 T = TypeVar("T")
 
-STEP_WAIT_S = 0.005
-"""Longest wait of a step for a finished response."""
 POLL_S = 1.0
 """Time between two calls of `advance` during a wait for servers."""
 CLOSE_S = 30.0
@@ -90,12 +84,8 @@ class HttpEngine(RemoteEngine):
         advance: Callable[[], None],
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        super().__init__(max_running_requests, max_context_tokens, tokenizer)
+        super().__init__(fleet, max_running_requests, max_context_tokens, tokenizer)
         self._fleet, self._weights, self._advance = fleet, weights, advance
-        self._done: list[Sample] = []
-        """Finished samples for the next step."""
-        self._ended: dict[Sample, Sample] = {}
-        """Samples that finished while they were suspended, by the shortened sample given back for each."""
         self._told_sent_again = 0
         self._thread = LoopThread("http engines")
 
@@ -138,38 +128,6 @@ class HttpEngine(RemoteEngine):
         self._weights.name(checkpoint, version)
         self._serve(version)
 
-    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        if not samples:
-            return
-        self._accept(samples, sampling)
-        self._done += [self._ended[sample] for sample in samples if sample in self._ended]
-        new = [sample for sample in samples if self._ended.pop(sample, None) is None]
-        self._wait(self._fleet.submit(new, sampling, stop_cut(sampling.stop, self._tokenizer)))
-
-    def step(self) -> list[Sample]:
-        """Returns the samples finished since the last step. Waits for some milliseconds if there are none.
-
-        Raises SyncError between `begin_update` and `end_update`, and EngineError if requests fail too often or no
-        server is left.
-        """
-        served_version(self.policy_version)
-        if not self._unfinished:
-            return []
-        self._take_finished(0.0 if self._done else STEP_WAIT_S)
-        done, self._done = self._done, []
-        for sample in done:
-            del self._unfinished[sample.id]
-        return done
-
-    def suspend(self) -> list[Sample]:
-        return self._take_back(self._unfinished)
-
-    def progress(self, ids: Collection[int]) -> list[Sample]:
-        return self._wait(self._fleet.progress(ids))
-
-    def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        return self._take_back({number: sample for number, sample in self._unfinished.items() if number in ids})
-
     def release_cache(self) -> None:
         """Raises ValueError if samples are unfinished. The servers keep their own prefix caches."""
         expect_idle(self.num_unfinished, "release_cache")
@@ -192,39 +150,6 @@ class HttpEngine(RemoteEngine):
     def _serve(self, version: int) -> None:
         self._wait(self._fleet.end_update(version))
         self.policy_version = version
-
-    def _take_back(self, wanted: Mapping[int, Sample]) -> list[Sample]:
-        if not wanted:
-            return []
-        served_version(self.policy_version)
-        order = [*wanted]
-        back = self._wait(self._fleet.take_back(order))
-        self._take_finished(0.0)
-        for sample in [sample for sample in self._done if sample.id in wanted]:
-            # The caller may continue the sample on another engine, so one token must remain to be generated.
-            shorter = sample.first(len(sample.tokens) - 1)
-            self._ended[shorter] = sample
-            self._done.remove(sample)
-            back[sample.id] = shorter
-        for number in order:
-            del self._unfinished[number]
-        return [back[number] for number in order]
-
-    def _take_finished(self, wait_s: float) -> None:
-        """Moves finished samples from the fleet's outbox to `_done`. Waits up to `wait_s` for the first one."""
-        while True:
-            try:
-                item = self._fleet.outbox.get(timeout=wait_s) if wait_s else self._fleet.outbox.get_nowait()
-            except Empty:
-                return
-            if isinstance(item, DivergenceError):
-                self._unfinished = {}
-                self._wait(self._fleet.take_back())
-            if isinstance(item, Exception):
-                raise item
-            if item.id in self._unfinished:
-                self._done.append(item)
-            wait_s = 0.0
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._thread.start(work)
@@ -299,13 +224,23 @@ def token_of(http: Http, key: str) -> str | None:
     return token
 
 
+def way_of(config: Config, role: str, *, weights_change: bool) -> type[Weights]:
+    """Returns the way in which the servers of a role get weights."""
+    if not weights_change:
+        return CheckpointWeights
+    if config.served(role).http.weights == "group":
+        return GroupWeights
+    return DeltaWeights if config.weight_sync.delta is not None and role == "rollout" else DiskWeights
+
+
 def _weights(site: EngineSite) -> Weights:
     http, config, key = site.settings.http, site.config, f"{site.role}.http.weights_dir"
-    if not site.weights_change:
+    way = way_of(config, site.role, weights_change=site.weights_change)
+    if way is CheckpointWeights:
         return CheckpointWeights(http.update_timeout_s)
     whole = whole_engine(config, site.architecture, site.grid, site.role).plain
     parts = [part.plain for part in engine_parts(config, site.architecture, site.grid, site.role)]
-    if http.weights == "group":
+    if way is GroupWeights:
         return GroupWeights(
             parts,
             site.world.rank,
@@ -326,7 +261,7 @@ def _weights(site: EngineSite) -> Weights:
         config_key=key if http.weights_dir else "output_dir",
         update_timeout_s=http.update_timeout_s,
     )
-    delta = config.weight_sync.delta if site.role == "rollout" else None
+    delta = config.weight_sync.delta if way is DeltaWeights else None
     return folder if delta is None else DeltaWeights(folder, delta)
 
 

@@ -1,5 +1,7 @@
 """The protocols of inference servers: requests for samples, and new weights, for SGLang, vLLM and OpenAI's API."""
 
+import asyncio
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +17,6 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.servers.calls import Calls, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.servers.remote_engine import Drawing
 from rltrain.rollout.servers.server_images import wrong_length
-from rltrain.rollout.servers.sglang_session import PROGRESS_TOKENS, sampling_fields
 from rltrain.rollout.servers.update_groups import (
     Broadcasts,
     StoreGroup,
@@ -28,8 +29,9 @@ from rltrain.rollout.servers.update_groups import (
 
 JOIN = "/init_weights_update_group"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
-FLUSH_S = 30
-"""Seconds that a server may take to finish aborted requests."""
+FLUSH, FLUSH_S = "/flush_cache", 30.0
+"""Path of a flush, and the seconds that a server may take to drop ended requests."""
+_FLUSH_AGAIN_S = 0.1
 
 
 class SGLangBroadcasts:
@@ -80,16 +82,32 @@ class SGLangBroadcasts:
 async def flush_and_label(calls: Calls, label: str, limit_s: float) -> None:
     """Empties the prefix cache of an SGLang server with new weights, and then sets the label of these weights.
 
-    The server waits for up to FLUSH_S seconds until its scheduler has dropped aborted requests. Each of the two
-    requests may take `limit_s` seconds. Raises ServerBusy if the server does not empty its cache. It then keeps its old
-    label, so rltrain takes it out of service until it has been given the weights again. Other errors are those of
-    `Calls`.
+    Each of the two requests may take `limit_s` seconds. Raises as `flushed` does. The server then keeps its old label,
+    so rltrain takes it out of service until it has been given the weights again.
     """
-    try:
-        await calls.post(f"/flush_cache?timeout={FLUSH_S}", {}, limit_s)
-    except ServerRefuses as refused:
-        raise ServerBusy(str(refused)) from None
+    await flushed(calls, limit_s)
     await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False}, limit_s)
+
+
+async def flushed(calls: Calls, limit_s: float = FLUSH_S) -> None:
+    """Empties the prefix cache of an SGLang server once it is idle.
+
+    A server refuses with status 400 while its scheduler counts a request. That lasts some moments after the request's
+    last event, or after an abort. It also refuses while another flush waits. So this asks again for up to FLUSH_S
+    seconds, and then raises ServerGone. A single request may take `limit_s` seconds. Other errors are those of `Calls`.
+    """
+    deadline = time.monotonic() + FLUSH_S
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            await calls.post(f"{FLUSH}?timeout={min(left_s, limit_s / 2):.1f}", {}, limit_s)
+            return
+        except ServerRefuses as refused:
+            if refused.status != HTTPStatus.BAD_REQUEST:
+                raise
+            if time.monotonic() + _FLUSH_AGAIN_S > deadline:
+                raise ServerGone(f"{calls.name} is not idle after {FLUSH_S:g} s without requests: {refused}") from None
+        await asyncio.sleep(_FLUSH_AGAIN_S)
 
 
 # The interface of a protocol.
@@ -168,7 +186,9 @@ class Receiver:
 
 # SGLang's own protocol: token ids in, token ids and log-probs out. Each response has the version of its weights.
 
-FROM_DISK = "/update_weights_from_disk"
+GENERATE, FROM_DISK = "/generate", "/update_weights_from_disk"
+PROGRESS_TOKENS = 64
+"""Tokens between two progress events of a response."""
 SGLANG_HOW = (
     "start it with this rltrain's plugin for SGLang (PYTHONPATH=<rltrain>/rollout/servers/in_sglang), "
     "or have weight_sync.delta: null, to send it whole checkpoints"
@@ -186,6 +206,12 @@ class SGLangProtocol:
 
     async def describe(self, calls: Calls) -> ServerDescription:
         info = await calls.get("/server_info")
+        if (mode := info.get("disaggregation_mode")) not in (None, "null"):
+            raise ServerRefuses(
+                f"{calls.url} only serves one phase (disaggregation_mode {mode}); expected a server of both, without "
+                "--disaggregation-mode",
+                400,
+            )
         model = await calls.get("/model_info")
         context = info.get("context_length") or info.get("max_req_input_len")
         num_ranks = info.get("tp_size") if info.get("pp_size") == info.get("dp_size") == 1 else None
@@ -194,24 +220,18 @@ class SGLangProtocol:
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
     ) -> tuple[str, Mapping[str, Any]]:
-        sample, images = drawing.sample, drawing.images
-        body = {
-            "rid": drawing.name,
-            **(images.fields_of_one(sample) if images else {"input_ids": [*sample.context]}),
-            "sampling_params": sampling_fields(drawing.sample, drawing.limit, sampling, seeded=True),
-            "return_logprob": True,
-            "stream": True,
-        }
-        return "/generate", body
+        body = generate_body([drawing], sampling, seeded=True)
+        one = ("rid", "input_ids", "image_data", "sampling_params")
+        return GENERATE, {name: value[0] if name in one else value for name, value in body.items()}
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
         if "error" in event:
-            raise ServerRefuses(f"/generate: {event['error']}", 400)
+            raise ServerRefuses(f"{GENERATE}: {event['error']}", 400)
         meta = event["meta_info"]
         drawn = meta.get("output_token_logprobs") or ()
         drawing.add([entry[1] for entry in drawn], [entry[0] for entry in drawn], meta["completion_tokens"])
-        if meta["finish_reason"] is not None:
-            drawing.end = str(meta["finish_reason"]["type"])
+        if (reason := meta["finish_reason"]) is not None:
+            drawing.meta, drawing.end, drawing.matched = meta, str(reason["type"]), reason.get("matched")
             problem = wrong_length(drawing.sample, meta.get("prompt_tokens")) if drawing.images else None
             if problem and drawing.end != "abort":
                 raise ServerRefuses(problem, 400)
@@ -222,8 +242,7 @@ class SGLangProtocol:
         return None
 
     async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
-        for name in names:
-            await calls.post("/abort_request", {"rid": name, "abort_all": False})
+        await asyncio.gather(*(calls.post("/abort_request", {"rid": name, "abort_all": False}) for name in names))
         return True
 
     async def version(self, calls: Calls) -> str | None:
@@ -231,6 +250,11 @@ class SGLangProtocol:
         return None if found is None else str(found)
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        if (store := (await calls.get("/server_info")).get("hicache_storage_backend")) is not None:
+            return (
+                f"its store of keys and values ({store}) would keep those of old weights; start it without "
+                "--hicache-storage-backend"
+            )
         if way == "folder":
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
@@ -240,6 +264,33 @@ class SGLangProtocol:
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         await calls.post(FROM_DISK, {"model_path": folder, "load_format": "auto", "flush_cache": False}, limit_s)
         await flush_and_label(calls, label, limit_s)
+
+
+def generate_body(drawings: Sequence[Drawing], sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
+    """Returns the body of one /generate for all `drawings`. Events have their names."""
+    samples, images = [drawing.sample for drawing in drawings], drawings[0].images
+    return {
+        "rid": [drawing.name for drawing in drawings],
+        **(images.fields(samples) if images else {"input_ids": [[*sample.context] for sample in samples]}),
+        "sampling_params": [_sampling_fields(drawing, sampling, seeded=seeded) for drawing in drawings],
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def _sampling_fields(drawing: Drawing, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "temperature": 0.0 if sampling.is_greedy(drawing.sample) else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": drawing.num_left,
+        "stop_token_ids": [*sampling.stop_token_ids],
+        "ignore_eos": not sampling.stop_token_ids,
+        "stop": [*sampling.stop],
+        "no_stop_trim": True,
+        "stream_interval": PROGRESS_TOKENS,
+    }
+    return fields | ({"sampling_seed": drawing.sample.seed} if seeded else {})
 
 
 async def _without_plugin(calls: Calls) -> str | None:

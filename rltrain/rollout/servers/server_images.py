@@ -54,10 +54,6 @@ class ServerImages:
         images = [[self._url(image.key) for image in sample.images] for sample in samples]
         return {"input_ids": ids, **({"image_data": [of or None for of in images]} if any(images) else {})}
 
-    def fields_of_one(self, sample: Sample) -> dict[str, Any]:
-        """Returns the same fields of a request for a single sample."""
-        return {name: values[0] for name, values in self.fields([sample]).items()}
-
     def _url(self, key: int) -> str:
         if (known := self._encoded.get(key)) is not None:
             self._encoded.move_to_end(key)

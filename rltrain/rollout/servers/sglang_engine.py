@@ -1,48 +1,51 @@
 """The SGLang engine. The first rank of the engine starts a server and sends it samples and weights."""
 
 import logging
-import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.schema import SGLang
-from rltrain.errors import ConfigError, DivergenceError, EngineError, EngineLost, SyncError
+from rltrain.errors import ConfigError, EngineError, EngineLost, SyncError
 from rltrain.models import canonical_tensors
 from rltrain.models.lora import target_of
+from rltrain.models.registry import FAMILIES
 from rltrain.offload.host_memory import NodeCopy
 from rltrain.offload.memory_parts import MemoryPart, RemotePart
 from rltrain.rollout.engine import (
     EngineSite,
     HostedEngine,
-    SamplingParams,
     Tokenizer,
     expect_idle,
-    served_version,
 )
-from rltrain.rollout.layout import engine_parts
+from rltrain.rollout.layout import by_names, engine_parts
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.servers.calls import Client
+from rltrain.rollout.servers.protocols import FLUSH, FLUSH_S, flushed
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 from rltrain.rollout.servers.server_images import ServerImages
-from rltrain.rollout.servers.sglang_process import AdapterSpec, Server, ServerSpec, check_arguments
-from rltrain.rollout.servers.sglang_session import EngineBroadcast, ServerRouting, ServerSession
-from rltrain.rollout.servers.sglang_weights import ADAPTER, Delivery, first_load
+from rltrain.rollout.servers.sglang_process import (
+    ADAPTER,
+    AdapterSpec,
+    Server,
+    ServerSpec,
+    check_arguments,
+    first_load,
+    model_config_of,
+)
+from rltrain.rollout.servers.sglang_session import EngineBroadcast, OwnRequests, ServerRouting
+from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 
 logger = logging.getLogger(__name__)
 
 # The engine. The first rank starts the server, and replaces it if it dies.
 
-STEP_WAIT_S = 0.005
-"""Longest wait of a step for a finished response: about one decode step of a fast model."""
-FLUSH = "/flush_cache?timeout=10"
-"""Lets the server take up to 10 seconds to notice that no request runs."""
+T = TypeVar("T")
 
 
 class SGLangEngine(RemoteEngine):
@@ -83,7 +86,20 @@ class SGLangEngine(RemoteEngine):
         adapter: AdapterSpec | None = None,
         images: ServerImages | None = None,
     ) -> None:
-        super().__init__(max_running_requests, max_context_tokens, tokenizer)
+        self._own: OwnRequests | None = None
+        if server is not None and client is not None:
+            self._own = OwnRequests(
+                max_running_requests=max_running_requests,
+                max_context_tokens=max_context_tokens,
+                role=role,
+                hang_timeout_s=settings.hang_timeout_s,
+                ending=lambda: server.ending,
+                seeded=seeded,
+                routing=routing,
+                adapter=ADAPTER if adapter else None,
+                images=images,
+            )
+        super().__init__(self._own, max_running_requests, max_context_tokens, tokenizer)
         self.delivery = delivery
         self._server, self._client = server, client
         self._settings, self._role = settings, role
@@ -94,18 +110,6 @@ class SGLangEngine(RemoteEngine):
         self._lost: str | None = None
         """Reason to replace the server at the end of the update, or None."""
         self._released: set[str] = set()
-        self._session: ServerSession | None = None
-        if client is not None:
-            self._session = ServerSession(
-                client,
-                num_slots=max_running_requests,
-                max_context_tokens=max_context_tokens,
-                hang_timeout_s=settings.hang_timeout_s,
-                seeded=seeded,
-                routing=routing,
-                adapter=ADAPTER if adapter else None,
-                images=images,
-            )
 
     def start(self) -> None:
         """Starts the server and waits until it can take weights. Must be called in the main thread.
@@ -157,66 +161,26 @@ class SGLangEngine(RemoteEngine):
         self._lost = None
         self._serve(version)
 
-    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
-        if not samples:
-            return
-        self._accept(samples, sampling)
-        if self._session is not None:
-            self._session.submit(samples, sampling, self._tokenizer)
-
     def step(self) -> list[Sample]:
-        """Returns the samples finished since the last step, on every rank. Waits for some milliseconds if there are
-        none.
+        """Returns the samples finished since the last step, on every rank, as `RemoteEngine.step` does.
 
         A lost server is replaced, and the step then returns no samples. Raises EngineError if it has already been
-        replaced `max_restarts` times. Raises SyncError before the first weight sync, and between `begin_update` and
-        `end_update`. Raises DivergenceError as in `Engine.step`. Collective over: the engine's ranks.
+        replaced `max_restarts` times. Collective over: the engine's ranks.
         """
-        served_version(self.policy_version)
-        if not self._unfinished:
-            return []
         try:
-            finished = self._sharing.samples(self._step, self._unfinished)
+            return super().step()
         except EngineLost as lost:
-            version = self.policy_version
             self._restart(lost)
-            self._serve(version)
             return []
-        except DivergenceError:
-            self._forget()
-            raise
-        for sample in finished:
-            del self._unfinished[sample.id]
-        return finished
-
-    def suspend(self) -> list[Sample]:
-        """Takes back all unfinished samples in the order of submission, with their tokens so far.
-
-        Raises SyncError if samples are unfinished between `begin_update` and `end_update`. Collective over: the
-        engine's ranks.
-        """
-        if not self._unfinished:
-            return []
-        served_version(self.policy_version)
-        try:
-            suspended = self._sharing.samples(self._suspend, self._unfinished)
-        except DivergenceError:
-            self._forget()
-            raise
-        by_id = {sample.id: sample for sample in suspended}
-        unfinished, self._unfinished = self._unfinished, {}
-        return [by_id[number] for number in unfinished]
-
-    def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Returns these samples with their known tokens if they are running. Empty on all ranks except the first."""
-        return [] if self._session is None else self._session.progress(ids)
 
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
-        """Takes back these samples, as `suspend` does. The other samples return to the server at once and find their
-        keys and values in its cache. Collective over: the engine's ranks."""
+        """Takes back these samples. The other samples return to the server at once and find their keys and values in
+        its cache. Collective over: the engine's ranks."""
         if self._unfinished.keys().isdisjoint(ids):
             return []
-        sampling, back = self._sampling, self.suspend()
+        sampling, back = self._sampling, super().withdraw(self._unfinished)
+        if self._own is not None and self._own.lost and self._server is not None:
+            self._server.kill()  # its requests may still run
         others = [sample for sample in back if sample.id not in ids]
         if others and sampling is not None:
             self.submit(others, sampling)
@@ -228,7 +192,7 @@ class SGLangEngine(RemoteEngine):
         Collective over: the engine's ranks.
         """
         expect_idle(self.num_unfinished, "release_cache")
-        self._reaches_server(lambda: self._call(FLUSH))
+        self._reaches_server(self._flush)
 
     def release(self, tags: Sequence[str]) -> None:
         """Releases the device memory of "weights", "kv_cache" or "cuda_graph" until `resume`. Its contents are lost.
@@ -236,7 +200,7 @@ class SGLangEngine(RemoteEngine):
         The server must have been started with the memory saver. Collective over: the engine's ranks.
         """
         expect_idle(self.num_unfinished, "release")
-        while not self._reaches_server(lambda: self._call("/release_memory_occupation", tags=[*tags])):
+        while not self._reaches_server(lambda: self._release(tags)):
             pass
         self._released |= {*tags}
 
@@ -258,13 +222,14 @@ class SGLangEngine(RemoteEngine):
     def close(self) -> None:
         """Ends the server in any state."""
         self._unfinished = {}
-        if self._client is not None:
+        if self._own is not None and self._client is not None and not self._client.is_closed:
+            self._wait(self._own.stop())
             self._client.close()
         if self._server is not None:
             self._server.kill()
         self.delivery.close()
 
-    # Methods of the first rank, the only one with a session and a client.
+    # Methods of the first rank, the only one with requests and a client.
 
     def _wait_for_server(self, advance: Callable[[], None]) -> None:
         assert self._server is not None and self._client is not None
@@ -273,40 +238,30 @@ class SGLangEngine(RemoteEngine):
         if self._adapter_load is not None:
             self._client.call(*self._adapter_load)
 
-    def _step(self) -> list[Sample]:
-        assert self._session is not None and self._server is not None
-        if (ending := self._server.ending) is not None:
-            raise EngineLost(ending)
-        return self._session.step(STEP_WAIT_S)
-
     def _pause(self) -> None:
-        assert self._session is not None
-        self._session.receive()
+        assert self._own is not None
+        self._wait(self._own.hold())
         self._call("/pause_generation", mode="in_place")
 
     def _go_on(self) -> None:
         self._call("/continue_generation", torch_empty_cache=False)
         if not self._unfinished:
-            self._call(FLUSH)
+            self._flush()
 
-    def _suspend(self) -> list[Sample]:
-        """Takes all samples back. If the server is lost, returns their known tokens, and the next step replaces the
-        server."""
-        assert self._session is not None and self._server is not None
-        try:
-            return self._session.suspend()
-        except EngineLost:
-            self._server.kill()
-            self._session.lose_server()
-            return self._session.give_back()
+    def _release(self, tags: Sequence[str]) -> None:
+        if not self._released:
+            self._flush()  # SGLang's scheduler ends itself if it still counts a request
+        self._call("/release_memory_occupation", tags=[*tags])
 
-    def _forget_all(self) -> None:
-        assert self._session is not None
-        self._session.forget()
+    def _flush(self) -> None:
+        """Empties the prefix cache once the server is idle."""
+        assert self._client is not None
+        limit_s = self._settings.hang_timeout_s
+        self._client.ask(lambda calls: flushed(calls, limit_s), FLUSH, FLUSH_S + limit_s)
 
     def _lose_server(self) -> None:
-        assert self._client is not None and self._session is not None
-        self._session.lose_server()
+        assert self._client is not None and self._own is not None
+        self._wait(self._own.lose_server())
         self._client.disconnect()
 
     def _call(self, path: str, **body: object) -> None:
@@ -324,11 +279,17 @@ class SGLangEngine(RemoteEngine):
         self._released.clear()
         self.delivery.check_layout()
 
-    def _serve(self, version: int | None) -> None:
-        assert version is not None
+    def _serve(self, version: int) -> None:
         self.policy_version = version
-        if self._session is not None:
-            self._session.begin_version(version)
+        if self._client is not None and self._own is not None:
+            self._wait(self._own.serve(self._client.calls, version))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._client is not None
+        return self._client.run(work)
+
+    def _on_all(self, action: Callable[[], list[Sample]]) -> list[Sample]:
+        return self._sharing.samples(action, self._unfinished)
 
     def _reaches_server(self, action: Callable[[], None]) -> bool:
         """Runs `action` on the first rank and returns True. If the server is lost, replaces it and returns False."""
@@ -357,15 +318,11 @@ class SGLangEngine(RemoteEngine):
             try:
                 self._start()
                 self.delivery.redeliver(self._verify)
-                return
+                break
             except EngineLost as again:
                 lost = again
-
-    def _forget(self) -> None:
-        """Drops all unfinished samples after a divergence."""
-        self._unfinished = {}
-        with suppress(EngineLost):  # a lost server has no requests
-            self._sharing.together(self._forget_all)
+        if self.policy_version is not None:
+            self._serve(self.policy_version)
 
 
 # Builds the engine for a rank of a role, and the parts of its memory.
@@ -442,6 +399,7 @@ def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client 
         call=client.call if client else None,
         shared=shared,
         role=site.role,
+        names=NamedWeights.of(site.architecture) if by_names(site.architecture) else None,
     )
 
 
@@ -502,6 +460,12 @@ def _check_device(site: EngineSite) -> None:
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
             f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
         )
+    in_sglang = FAMILIES[site.architecture.family].sglang
+    if in_sglang and in_sglang.needs_gpu:
+        raise ConfigError(
+            f"{site.role}.engine: got sglang without a GPU; expected embedded, because SGLang computes a model of "
+            f"{site.architecture.family} only on GPUs"
+        )
     if site.settings.dtype == "fp8":
         raise ConfigError(
             f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, because SGLang "
@@ -519,7 +483,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         dtype=config.model.dtype,
         wide_head=config.model.head != config.model.dtype,
         tp=len(ranks),
-        gpus=_gpus(on_node, world.ranks_per_node) if world.device.type == "cuda" else (),
+        gpus=world.visible_gpus(on_node),
         host=rendezvous.rsplit(":", 1)[0] if rendezvous else LOOPBACK,
         log_path=Path(config.output_dir) / "engines" / f"{of_role}rank{world.rank}.log",
         max_running_requests=settings.max_running_requests,
@@ -535,14 +499,8 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
+        model_config=model_config_of(site.architecture),
     )
-
-
-def _gpus(ranks: list[int], ranks_per_node: int) -> tuple[str, ...]:
-    """Returns the GPUs of `ranks` as names for CUDA_VISIBLE_DEVICES of a child process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return tuple(names[rank % ranks_per_node] for rank in ranks)
 
 
 def _rendezvous(site: EngineSite) -> str | None:

@@ -1,5 +1,6 @@
 """An SGLang server as a child process: its arguments, environment, start and end."""
 
+import base64
 import contextlib
 import functools
 import http.client
@@ -15,11 +16,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
+from rltrain.models import Architecture
+from rltrain.models.registry import FAMILIES, FIRST_DENSE, FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY
 from rltrain.reshard.native import BLOCK
 from rltrain.runtime.messages import family_of
 
@@ -82,6 +85,8 @@ class ServerSpec:
     """Whether responses include the experts of each token."""
     adapter: AdapterSpec | None = None
     """Adapters beside the weights, or None."""
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that the server reads, if the checkpoint's file may lack them."""
     rendezvous: str | None = None
     """HOST:PORT for the nodes of an engine to meet. None for one node."""
 
@@ -188,6 +193,25 @@ NOT_FOR_CONFIGS = {
         ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
         "weight syncs write to the device",
     ),
+    **dict.fromkeys(
+        (
+            *("attn_dp_size", "enable_dp_attention", "enable_dp_lm_head", "attn_cp_size", "dcp_size"),
+            *("ep_size", "max_ep_size", "elastic_ep_initial_size", "moe_a2a_backend", "moe_dp_size", "dwdp_size"),
+            *(
+                "moe_dense_tp_size",
+                "shared_experts_tp_size",
+                "enable_dense_mlp_attn_tp",
+                "enable_shared_experts_attn_tp",
+            ),
+        ),
+        "weight syncs write to the places of tensor parallelism; servers that you start yourself may have others "
+        "({role}.engine: http)",
+    ),
+    **dict.fromkeys(
+        ("disaggregation_mode", "encoder_only", "language_only"),
+        "an engine is one server with all parts and phases; more engines come from more ranks in placement",
+    ),
+    "hicache_storage_backend": "its keys and values outlive a run, and their names do not name the weights",
     "enable_return_routed_experts": "it follows from model.router_replay",
     "weight_cache_mode": "the weights would be shared with engines of other runs",
 }
@@ -204,6 +228,10 @@ NOT_WITH_ROUTING = {
 """Fields with which SGLang 0.5.23 returns wrong experts, or ends, if it is to return experts."""
 
 
+NOT_ON_CPU = ("enable_deterministic_inference", "rl_on_policy_target")
+"""Fields that need a GPU: SGLang's attention in plain torch is not deterministic."""
+
+
 def check_arguments(spec: ServerSpec) -> None:
     """Asks the spec's interpreter for its SGLang version, and whether that version accepts `spec.args`.
 
@@ -218,7 +246,7 @@ def check_arguments(spec: ServerSpec) -> None:
             f"{key}.python: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
             f"{MIN_VERSION} or newer in it: name the interpreter of an environment that has it"
         )
-    if _numbers(reply["version"]) < _numbers(MIN_VERSION):
+    if numbers_of(reply["version"]) < numbers_of(MIN_VERSION):
         raise ConfigError(
             f"{key}.python: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
             "install that or name another interpreter"
@@ -230,6 +258,7 @@ def check_arguments(spec: ServerSpec) -> None:
             raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
         _refuse_ours(spec, name, reply["fields"][name])
         _refuse_without_routing(spec, name, reply["fields"][name])
+        _refuse_on_cpu(spec, name, reply["fields"][name])
     if reply["problem"] is not None:
         raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept these: {reply['problem']}")
 
@@ -240,6 +269,14 @@ def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
         reason = NOT_FOR_CONFIGS[field].format(role=spec.role, path=path)
         raise ConfigError(
             f"{spec.config_key}.args.{name}: cannot be chosen in a run of rltrain: {reason}; remove the key"
+        )
+
+
+def _refuse_on_cpu(spec: ServerSpec, name: str, field: str) -> None:
+    if spec.device == "cpu" and spec.args[name] and field in NOT_ON_CPU:
+        raise ConfigError(
+            f"{spec.config_key}.args.{name}: got {json.dumps(spec.args[name])}, but this run has no GPU, and SGLang's "
+            "attention on CPUs is not deterministic; remove the key, or use GPUs"
         )
 
 
@@ -276,17 +313,29 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "dist_init_addr": spec.rendezvous,
             **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
             **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
-            **(_fp8(spec) if spec.fp8 else {}),
+            **_overrides(spec),
             **(_adapters(spec.adapter) if spec.adapter else {}),
         },
     }
 
 
-def _fp8(spec: ServerSpec) -> dict[str, Any]:
-    """Returns the override that declares FP8 weights. The checkpoint itself is not in FP8, but its weights arrive in
-    FP8."""
-    overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
-    return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
+def model_config_of(architecture: Architecture) -> Mapping[str, Any]:
+    """Returns the keys of config.json that SGLang needs beside those of transformers."""
+    family = FAMILIES[architecture.family]
+    keys = dict(family.sglang.config) if family.sglang else {}
+    if FIRST_DENSE in keys:
+        keys[FIRST_DENSE] = architecture.sparse_layers.index(True)
+    if PARTIAL_ROTARY in keys:
+        keys[PARTIAL_ROTARY] = (architecture.rotary_dim or architecture.head_dim) / architecture.head_dim
+    if FULL_ATTENTION_INTERVAL in keys:
+        keys[FULL_ATTENTION_INTERVAL] = [kind.delta for kind in architecture.layer_kinds].index(False) + 1
+    return {family.nested: keys} if keys and family.nested else keys
+
+
+def _overrides(spec: ServerSpec) -> dict[str, Any]:
+    """Returns the override of config.json. For FP8 it declares FP8 weights, which the checkpoint itself has not."""
+    own = {**spec.model_config, **({"quantization_config": FP8_CHECKPOINT} if spec.fp8 else {})}
+    return {MODEL_OVERRIDES: json.dumps({**json.loads(spec.args.get(MODEL_OVERRIDES, "{}")), **own})} if own else {}
 
 
 def _adapters(adapter: AdapterSpec) -> dict[str, Any]:
@@ -349,9 +398,38 @@ def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
     return reply
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
     """Returns (0, 5, 23) for "0.5.23.post1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+# Low-rank adapters in a server: one set under one name, used by every request.
+#
+# SGLang loads them once, as zeros. Weight syncs then write them in place, as they write weights. So running responses
+# continue with new ones. A newly loaded set would apply only from the next request.
+
+ADAPTER = "rltrain"
+"""Name of the adapters in requests."""
+
+NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
+"""A pickled empty dict as a rank's tensors: an adapter of zeros."""
+
+
+def first_load(adapter: AdapterSpec, num_ranks: int) -> tuple[str, dict[str, Any]]:
+    """Returns the call that loads the adapters into a server with `num_ranks` ranks, after its start."""
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": [*adapter.targets],
+    }
+    body = {
+        "lora_name": ADAPTER,
+        "config_dict": config,
+        "serialized_named_tensors": [NO_TENSORS] * num_ranks,
+        "pinned": True,
+    }
+    return "/load_lora_adapter_from_tensors", body
 
 
 # The child process. It never outlives its rank.

@@ -3,11 +3,8 @@
 import base64
 import binascii
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-from queue import Empty
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +13,11 @@ import torch.distributed as dist
 from rltrain.errors import DivergenceError, EngineError, EngineLost
 from rltrain.models import Architecture
 from rltrain.models.routing_shape import RoutingShape
-from rltrain.rollout.engine import SamplingParams, StopCut, Tokenizer, response_limit, stop_cut
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import SEE_LOG, Client, StreamFailure
-from rltrain.rollout.servers.remote_engine import DivergenceWatch, Drawing, count_finite
-from rltrain.rollout.servers.server_images import ServerImages, wrong_length
+from rltrain.rollout.servers.calls import SEE_LOG, Calls
+from rltrain.rollout.servers.protocols import GENERATE, SGLangProtocol, generate_body
+from rltrain.rollout.servers.remote_engine import Drawing, DrawingServer, Requests
 from rltrain.runtime.group_messages import broadcast_json
 
 # Broadcasts from the engine's first rank to its others. They have no server, but make the same calls.
@@ -173,54 +170,22 @@ class RequestedRouting:
         return self.server.decoded(sent, max(0, num_fed - self.start))[begin - self.start : end - self.start]
 
 
-# One sample at the server: its request and its response.
+# The engine's samples at its server.
 
-PROGRESS_TOKENS = 64
-"""Tokens between two progress events of a response."""
+_SAMPLES_PER_STREAM = 64
+"""Most samples of one stream. The server scans all of them at every event."""
+_ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
+PROTOCOL = SGLangProtocol()
 
 
 @dataclass
-class InflightRequest(Drawing):
-    """A sample as sent to the server. The weights may change while its tokens are generated."""
+class OwnDrawing(Drawing):
+    """A sample at an engine's own server. The weights may change while its tokens are generated."""
 
     routing: RequestedRouting | None = None
     """The requested routing, or None."""
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    """The server's meta_info of the final event."""
-
-    def take(self, event: Mapping[str, Any], version: int) -> None:
-        """Adds the tokens and log-probs of an event to the response.
-
-        The event's `completion_tokens` is the total number of response tokens so far. The tokens and log-probs of the
-        event are the last of these. `version` is the server's current policy version. If it is still the version of
-        the request, all tokens so far are certain.
-        """
-        meta = event["meta_info"]
-        total = meta["completion_tokens"]
-        values = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-        for known, new in ((self.tokens, event["output_ids"]), (self.logprobs, values)):
-            known[total - len(new) : total] = new
-        if version == self.version:
-            self.num_certain = min(len(self.tokens), len(self.logprobs))
-        if meta["finish_reason"] is not None:
-            self.meta, self.end = meta, meta["finish_reason"]["type"]
-
-    def check_length(self) -> None:
-        """Raises EngineError if the server's context has another length. Then it has resized or lost images."""
-        if self.end != "abort" and (problem := wrong_length(self.sample, self.meta.get("prompt_tokens"))):
-            raise EngineError(problem)
-
-    def ended(self, sampling: SamplingParams, cut: StopCut | None) -> Sample:
-        """Returns the ended sample, as `Drawing.ended` does. Raises EngineError if the response is inconsistent."""
-        if not len(self.tokens) == len(self.logprobs) == self.meta["completion_tokens"]:
-            raise EngineError(
-                f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
-                f"{self.sample.id}; expected {self.meta['completion_tokens']} of both. Leave out sglang.args that "
-                "change what it returns."
-            )
-        if self.meta["finish_reason"].get("matched") == "NaN happened":
-            return self._drawn(count_finite(self.logprobs), Status.FAILED)
-        return super().ended(sampling, cut)
+    cache_key: str = ""
+    """The server shares keys and values only between requests with the same key."""
 
     def _drawn(self, count: int, status: Status) -> Sample:
         """Returns the sample with its first `count` new tokens and their routing.
@@ -240,7 +205,7 @@ class InflightRequest(Drawing):
         """Returns the routing from the server. None if it was not requested, or if the request was aborted before it
         ran."""
         sent: str | None = self.meta.get("routed_experts")
-        if self.routing is not None and sent is None and self.meta["finish_reason"]["type"] != "abort":
+        if self.routing is not None and sent is None and self.end != "abort":
             raise EngineError(
                 f"SGLang returned sample {self.sample.id} without routed_experts, which it was asked for. {SEE_LOG}"
             )
@@ -258,277 +223,143 @@ class InflightRequest(Drawing):
                 versions += [int(span["version"])] * (min(span["end"], num_drawn) - len(versions))
         return versions[:count]
 
-    def _status(self, sampling: SamplingParams) -> Status:
-        """Returns the status. It is pending if the server ended the sample for another reason, such as a foreign
-        end-of-text token."""
-        reason, num_before = self.meta["finish_reason"], len(self.sample.tokens)
-        matched = reason.get("matched")
-        if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
-            return Status.STOPPED
-        if num_before + len(self.tokens) >= self.limit:
-            return Status.TRUNCATED
-        if reason["type"] == "length" and not self.tokens:
-            raise EngineError(
-                f"SGLang ended sample {self.sample.id} after {num_before} tokens of the {self.limit} that its "
-                "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
-                "sglang.args of its role, or lower its max_context_tokens."
-            )
-        return Status.PENDING
+
+class OwnServer(DrawingServer):
+    """An engine's own server. `seeded` sends the seeds of samples. All requests use the adapters named `adapter`."""
+
+    def __init__(self, calls: Calls, *, seeded: bool, adapter: str | None) -> None:
+        super().__init__(calls)
+        self._seeded, self._adapter = seeded, adapter
+
+    def request(self, drawings: Sequence[Drawing], sampling: SamplingParams) -> tuple[str, Mapping[str, Any]]:
+        first = drawings[0]
+        assert isinstance(first, OwnDrawing)
+        body = {
+            **generate_body(drawings, sampling, seeded=self._seeded),
+            "extra_key": first.cache_key,
+            **(first.routing.fields if first.routing else {}),
+            **({"lora_path": self._adapter} if self._adapter else {}),
+        }
+        return GENERATE, body
+
+    def take(self, drawing: Drawing, event: Mapping[str, Any]) -> None:
+        """Adds the tokens of an event. If the server still has the weights of the request, all of them are certain. At
+        the end the server reports the weights of each."""
+        label = PROTOCOL.take(drawing, event)
+        if drawing.end is not None or label == str(drawing.version):
+            drawing.num_certain = len(drawing.tokens)
+
+    async def withdraw(self, names: Sequence[str]) -> bool:
+        """Ends all requests, because all of them are withdrawn together."""
+        await self.calls.post(*_ABORT_ALL)
+        return True
 
 
-def sampling_fields(sample: Sample, limit: int, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
-    """Returns SGLang's `sampling_params` of a sample with at most `limit` response tokens."""
-    fields: dict[str, Any] = {
-        "temperature": 0.0 if sampling.is_greedy(sample) else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "max_new_tokens": limit - len(sample.tokens),
-        "stop_token_ids": [*sampling.stop_token_ids],
-        "ignore_eos": not sampling.stop_token_ids,
-        "stop": [*sampling.stop],
-        "no_stop_trim": True,
-        "stream_interval": PROGRESS_TOKENS,
-    }
-    return fields | ({"sampling_seed": sample.seed} if seeded else {})
+class OwnRequests(Requests):
+    """The samples of an engine at its own server.
 
-
-def generate_body(
-    flights: Mapping[str, InflightRequest],
-    sampling: SamplingParams,
-    *,
-    cache_key: str,
-    seeded: bool,
-    adapter: str | None = None,
-    images: ServerImages | None = None,
-) -> dict[str, Any]:
-    """Returns the body of one /generate for all `flights`, by their names in events.
-
-    All of them request the same routing. `adapter` is the name of the server's adapters, or None. `images` are those of
-    the samples, or None if they have none.
-    """
-    routing = next(iter(flights.values())).routing
-    samples = [flight.sample for flight in flights.values()]
-    return {
-        "rid": [*flights],
-        **(images.fields(samples) if images else {"input_ids": [[*sample.context] for sample in samples]}),
-        "sampling_params": [
-            sampling_fields(flight.sample, flight.limit, sampling, seeded=seeded) for flight in flights.values()
-        ],
-        "extra_key": cache_key,
-        "return_logprob": True,
-        "stream": True,
-        **(routing.fields if routing else {}),
-        **({"lora_path": adapter} if adapter else {}),
-    }
-
-
-# The session of the engine's first rank: the queue, running requests, and finished samples.
-
-_STREAM_SAMPLES = 64
-"""Most samples of one stream. The server scans all of them at every event."""
-_ABORT_AGAIN_S = 0.25
-"""Time before an abort is repeated. Requests not yet at the server's scheduler miss an abort."""
-_ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
-
-
-class ServerSession:
-    """The samples of an engine at its server.
-
-    Sends no more samples than the server runs at once. So exactly the waiting samples get the newest weights. The
-    server shares keys and values only between samples of the same `begin_version`. With `routing` samples return with
-    the experts of each token. All requests use the adapters named `adapter`. `images` are those of samples, with
-    model.vision.
+    Exactly the waiting samples get the newest weights, because no more are sent than the server runs at once. The
+    server shares keys and values only between samples sent after the same `serve`. With `routing` samples return with
+    the experts of each token. `ending` returns how the server's process ended, or None. `seeded` and `adapter` are
+    those of `OwnServer`, `limits` those of `Requests`.
     """
 
     def __init__(
         self,
-        client: Client,
         *,
-        num_slots: int,
-        max_context_tokens: int,
+        role: str,
         hang_timeout_s: float,
-        seeded: bool,
+        ending: Callable[[], str | None],
+        seeded: bool = False,
         routing: ServerRouting | None = None,
         adapter: str | None = None,
-        images: ServerImages | None = None,
+        **limits: Any,
     ) -> None:
-        self._client, self._routing, self._adapter, self._images = client, routing, adapter, images
-        self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
-        self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
-        self._sampling: SamplingParams | None = None
-        self._cut: StopCut | None = None
-        self._queue: deque[Sample] = deque()
-        self._flights: dict[str, InflightRequest] = {}
-        self._done: list[Sample] = []
-        """Finished samples for the next step."""
-        self._ended: dict[Sample, Sample] = {}
-        """Samples that finished while they were suspended, by the shortened sample given back for each."""
-        self._is_aborting = False
-        self._divergence = DivergenceWatch()
-        self._names = count()
-        self._version, self._epoch = 0, 0
+        # Silence is measured for the whole server, because streams are silent during a pause.
+        super().__init__(
+            withdraw_s=hang_timeout_s,
+            stream_limit_s=None,
+            where=f"{role}.sglang",
+            hint=f". {SEE_LOG}",
+            samples_per_stream=_SAMPLES_PER_STREAM,
+            **limits,
+        )
+        self.lost: str | None = None
+        """How the server was lost, or None."""
+        self._hang_timeout_s, self._ending, self._routing = hang_timeout_s, ending, routing
+        self._seeded, self._adapter = seeded, adapter
+        self._server: OwnServer | None = None
+        self._is_held, self._epoch = True, 0
         self._alive_s = time.monotonic()
 
-    def begin_version(self, version: int) -> None:
+    async def hold(self) -> None:
+        """Sends nothing until `serve`. Running samples stay at the server."""
+        self._is_held = True
+
+    async def serve(self, calls: Calls, version: int) -> None:
         """Declares that the server has the weights of `version`."""
-        self._version, self._epoch = version, self._epoch + 1
+        self._server = self._server or OwnServer(calls, seeded=self._seeded, adapter=self._adapter)
+        self._server.calls = calls
+        self.version, self._epoch, self._is_held = version, self._epoch + 1, self.lost is not None
         self._alive_s = time.monotonic()
+        self._dispatch()
 
-    def submit(self, samples: Sequence[Sample], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """Queues `samples`. Those that finished while they were suspended are done at once."""
-        if sampling != self._sampling:
-            self._sampling, self._cut = sampling, stop_cut(sampling.stop, tokenizer)
-        for sample in samples:
-            if (ended := self._ended.pop(sample, None)) is not None:
-                self._done.append(ended)
-            else:
-                self._queue.append(sample)
+    async def lose_server(self) -> None:
+        """Queues the running samples again with their certain tokens, and ends all requests."""
+        if self._server is not None:
+            self._lose(self._server, "it is replaced")
+        await self.stop()
+        self.lost = None
 
-    def step(self, wait_s: float) -> list[Sample]:
-        """Fills free slots and returns the samples finished since the last step. Waits up to `wait_s` for the first
-        one.
-
-        Raises EngineLost if the server is gone or produces nothing, and EngineError if it refuses a request.
-        """
-        self.send()
-        deadline = time.monotonic() + wait_s
-        while self._receive(max(0.0, deadline - time.monotonic()) if not self._done else 0.0):
-            pass
-        self._check_progress()
-        self.send()
-        done, self._done = self._done, []
-        return done
-
-    def send(self) -> None:
-        """Sends queued samples to free slots."""
-        num_free = self._num_slots - len(self._flights)
-        while num_free > 0 and self._queue:
-            assert self._sampling is not None
-            samples = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_SAMPLES))]
-            routing = self._requested_routing(samples)
-            flights = {
-                f"{self._epoch}.{name}": self._flight(sample, routing)
-                for sample, name in zip(samples, self._names, strict=False)
-            }
-            if not self._flights:
-                self._alive_s = time.monotonic()
-            self._flights |= flights
-            self._client.generate(
-                generate_body(
-                    flights,
-                    self._sampling,
-                    cache_key=str(self._epoch),
-                    seeded=self._seeded,
-                    adapter=self._adapter,
-                    images=self._images,
-                )
+    def check(self) -> None:
+        """Raises EngineLost if the server is lost or produces nothing. Any thread may call it."""
+        if (lost := self._ending() or self.lost) is not None:
+            raise EngineLost(lost)
+        last_s = self._alive_s if self._server is None else max(self._server.last_event_s, self._alive_s)
+        silent_s = time.monotonic() - last_s
+        if self._running and silent_s > self._hang_timeout_s:
+            raise EngineLost(
+                f"the SGLang server has {len(self._running)} requests and has sent no token for {silent_s:.0f} s"
             )
-            num_free -= len(samples)
 
-    def receive(self) -> None:
-        """Processes all events that have arrived."""
-        while self._receive(0.0):
-            pass
+    def _free_server(self) -> DrawingServer | None:
+        server = self._server
+        return server if server is not None and len(server.drawings) < self._max_running_requests else None
 
-    def suspend(self) -> list[Sample]:
-        """Aborts all requests and returns all unfinished samples with their tokens.
+    def _drawing(self, sample: Sample, limit: int) -> Drawing:
+        return OwnDrawing(sample, limit, images=self._images)
 
-        Raises as `step` does, and EngineLost if an aborted request does not end in time.
-        """
-        deadline = time.monotonic() + self._hang_timeout_s
-        self._is_aborting = True
-        try:
-            while self._flights:
-                self._client.call(*_ABORT_ALL)
-                again = time.monotonic() + _ABORT_AGAIN_S
-                while self._flights and (left := again - time.monotonic()) > 0:
-                    self._receive(left)
-                if self._flights and time.monotonic() > deadline:
-                    raise EngineLost(
-                        f"{len(self._flights)} aborted requests have not come back from the SGLang server within "
-                        f"{self._hang_timeout_s:g} s"
-                    )
-        finally:
-            self._is_aborting = False
-        return self.give_back()
+    def _send(self, drawings: Sequence[Drawing], server: DrawingServer) -> None:
+        if not self._running:
+            self._alive_s = time.monotonic()
+        # All samples of a request ask for routing from the first token that any of them lacks.
+        first = min(len(drawing.sample.routing or ()) for drawing in drawings)
+        for drawing in drawings:
+            assert isinstance(drawing, OwnDrawing)
+            drawing.cache_key = str(self._epoch)
+            drawing.routing = None if self._routing is None else RequestedRouting(self._routing, first)
+        super()._send(drawings, server)
 
-    def progress(self, ids: Collection[int]) -> list[Sample]:
-        """Returns these samples with their known tokens if they are running."""
-        return [flight.known() for flight in self._flights.values() if flight.sample.id in ids]
+    def _lose(self, server: DrawingServer, why: str) -> None:
+        self.lost, server.problem, self._is_held = self.lost or why, why, True
+        self._requeue(server)
 
-    def lose_server(self) -> None:
-        """Queues the running samples again with their known tokens, after the server was lost."""
-        flights, self._flights = self._flights, {}
-        self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
+    def _not_back(self, server: DrawingServer, why: str) -> None:
+        self._lose(server, f"aborted requests of the SGLang server: {why}")
 
-    def give_back(self) -> list[Sample]:
-        """Returns all queued samples, and the finished ones without their last token. Empties both lists."""
-        # The caller may continue the sample on another engine, so one token must remain to be generated.
-        shorter = {sample.first(len(sample.tokens) - 1): sample for sample in self._done}
-        self._ended |= shorter
-        given = [*self._queue, *shorter]
-        self._queue.clear()
-        self._done.clear()
-        return given
-
-    def forget(self) -> None:
-        """Drops all unfinished samples, here and at the server."""
-        self._queue.clear()
-        self._done.clear()
-        flights, self._flights = self._flights, {}
-        if flights:
-            self._client.call(*_ABORT_ALL)
-
-    def _flight(self, sample: Sample, routing: RequestedRouting | None) -> InflightRequest:
-        assert self._sampling is not None
-        limit = response_limit(sample, self._sampling, self._max_context_tokens)
-        return InflightRequest(sample, limit, self._version, routing=routing)
-
-    def _requested_routing(self, samples: Sequence[Sample]) -> RequestedRouting | None:
-        """Returns the common request for routing, from the first token without routing in any of the samples."""
-        if self._routing is None:
-            return None
-        return RequestedRouting(self._routing, min(len(sample.routing or ()) for sample in samples))
-
-    def _receive(self, wait_s: float) -> bool:
-        """Processes one event of the server. Returns False if none arrives within `wait_s`."""
-        try:
-            item = self._client.inbox.get(timeout=wait_s) if wait_s > 0 else self._client.inbox.get_nowait()
-        except Empty:
-            return False
-        if isinstance(item, StreamFailure):
-            raise item.error
-        if "error" in item:
-            raise EngineError(f"SGLang refused a request: {item['error']}. {SEE_LOG}")
-        meta = item["meta_info"]
-        flight = self._flights.get(meta["id"])
-        if flight is not None:
-            flight.take(item, self._version)
-            if meta["finish_reason"] is not None:
-                del self._flights[meta["id"]]
-                if self._images is not None:
-                    flight.check_length()
-                self._end(flight)
-        return True
-
-    def _end(self, flight: InflightRequest) -> None:
-        assert self._sampling is not None
-        sample = flight.ended(self._sampling, self._cut)
-        version = sample.policy_versions[-1] if len(sample.tokens) > len(flight.sample.tokens) else flight.version
-        self._divergence.ended(sample, version, len(self._flights))
-        if sample.is_finished:
-            self._done.append(sample)
-            return
-        if flight.end == "abort" and not self._is_aborting:
-            message = flight.meta["finish_reason"].get("message")
-            raise EngineError(
+    def _wrong_end(self, drawing: Drawing, again: Drawing, why: str) -> EngineError | None:
+        """Returns the error for a sample that SGLang gave up or has no memory for. A foreign end-of-text token is no
+        error."""
+        sample = again.sample
+        if drawing.end == "abort":
+            message = drawing.meta["finish_reason"].get("message")
+            return EngineError(
                 f"SGLang gave up sample {sample.id} after {len(sample.tokens)} tokens: {message}. {SEE_LOG}"
             )
-        self._queue.appendleft(sample)
-
-    def _check_progress(self) -> None:
-        silent_s = time.monotonic() - max(self._client.last_event_s, self._alive_s)
-        if self._flights and silent_s > self._hang_timeout_s:
-            raise EngineLost(
-                f"the SGLang server has {len(self._flights)} requests and has sent no token for {silent_s:.0f} s"
-            )
+        if drawing.end is None or len(sample.tokens) > len(drawing.sample.tokens):
+            return None
+        return EngineError(
+            f"SGLang ended sample {sample.id} after {len(sample.tokens)} tokens of the {drawing.limit} that its "
+            "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
+            "sglang.args of its role, or lower its max_context_tokens."
+        )

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.models.table import ElementType
+from rltrain.models import Architecture
+from rltrain.models.registry import TOWERS
+from rltrain.models.table import TOWER_PREFIX, ElementType
 from rltrain.offload.host_memory import HostTensors, NodeCopy
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.copy_table import DTYPES
 from rltrain.reshard.layout import Layout, parameter_types
-from rltrain.rollout.servers.sglang_process import AdapterSpec
 from rltrain.runtime.group_messages import broadcast_json, gather_bytes
 from rltrain.runtime.machine import JobThread
 from rltrain.runtime.shared_memory import SharedMemory
@@ -242,9 +243,6 @@ class CallQueue:
 # SGLang unpickles it with an allow-list that includes torch.Tensor. The bytes are written directly. So nothing depends
 # on the pickling of either side's torch, and rltrain pickles nothing.
 
-NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
-"""An empty dict as a rank's tensors for /load_lora_adapter_from_tensors: an adapter of zeros."""
-
 _BEFORE = b"\x80\x03](X"  # protocol 3; a list; a mark; the head of a text
 _AFTER = b"ctorch\nTensor\n)R\x86e."  # torch.Tensor(); both as a pair, appended to the list
 
@@ -305,6 +303,22 @@ class HostCopy:
 
 # Delivery: from this rank's staging memory into the parameters of the server's process.
 
+
+@dataclass(frozen=True)
+class NamedWeights:
+    """Weights that SGLang's own loader puts in place, by the names of the checkpoint.
+
+    `absent` are beginnings of names of parameters that only the server has, such as an unused vision tower.
+    """
+
+    absent: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> "NamedWeights":
+        has_unused = architecture.family in TOWERS and architecture.vision is None
+        return cls((TOWER_PREFIX,) if has_unused else ())
+
+
 LOADER = "rltrain_weight_loader.load"
 """Value of --custom-weight-loader: in_sglang/rltrain_weight_loader.py on the server's PYTHONPATH."""
 
@@ -332,11 +346,12 @@ class Delivery:
     - `keep` keeps a copy of the delivered weights in host memory.
     - `shared` names the ranks of the node that share this copy, because their engines have the same updates.
     - `role` is the config section of the engine, for messages.
+    - `names` says that the parts have tensors of the checkpoint, for SGLang's own loader. Each tensor is on one rank.
 
     A sync is `begin`, then `tensors` and `arrived` for every part in order, then `finish`. In a sync of changes the
     server first writes its current parameters into the slots, while other parts are under way. Only the server has
-    them. If a server is lost during a sync, the remaining parts are still accepted and kept. `finish` then raises
-    EngineLost on all ranks.
+    them. With `names` they come from the kept copy. If a server is lost during a sync, the remaining parts are still
+    accepted and kept. `finish` then raises EngineLost on all ranks.
 
     Methods are collective over: the engine's ranks.
     """
@@ -352,11 +367,13 @@ class Delivery:
         call: Call | None,
         shared: NodeCopy | None = None,
         role: str = "rollout",
+        names: NamedWeights | None = None,
     ) -> None:
         self.version: int | None = None
         """Version of the server's weights, as the server reports it. None while they are incomplete."""
         self.num_parts = len(parts)
-        self._device, self._group, self._role = device, group, role
+        self._parts, self._rank = parts, rank
+        self._device, self._group, self._role, self._names = device, group, role, names
         self._staging = Staging(parts, rank, device)
         self._kept = HostCopy(self._staging, self.num_parts, device, shared) if keep else None
         self._arrived_version: int | None = None
@@ -388,9 +405,8 @@ class Delivery:
         them. Raises EngineLost if the server does not answer.
         """
         self.begin()
-        flight = self._send({"op": "describe"})
-        reply = self._landed(flight)
-        refusal = self._first(_difference(self._expected(), reply, self._device.type) if reply else "")
+        reply = self._landed(self._send({"op": "describe", "names": self._names is not None}))
+        refusal = self._first(self._refusal(reply) if reply else "")
         if self._refused:
             raise EngineError(f"the SGLang server takes no weights: {self._failure}")
         self._raise_if_failed()
@@ -450,7 +466,8 @@ class Delivery:
         for slot in sorted(self._flights):
             self._landed(self._flights.pop(slot))
         self._settle()
-        self._landed(self._send({"op": "finish"}, weight_version=str(version)))
+        absent = self._names.absent if self._names else None
+        self._landed(self._send({"op": "finish", "absent": absent}, weight_version=str(version)))
         self._settle()
         self._request("/end_weight_update", {})
         served = self._request("/model_info", None).get("weight_version")
@@ -489,6 +506,11 @@ class Delivery:
         for file in self._replies:
             os.close(file)
 
+    def _refusal(self, reply: Mapping[str, Any]) -> str:
+        if self._names is None:
+            return _difference(self._expected(), reply, self._device.type)
+        return str(reply["refusals"][0]) if reply["refusals"] else ""
+
     def _load(self, part: int, verify: bool) -> None:
         slot = self._staging.slot(part)
         self._flights[slot] = self._send(self._message("load", part, verify), slot)
@@ -496,15 +518,21 @@ class Delivery:
     def _fill(self, part: int) -> None:
         """Fills the part's slot with the server's current weights, or with the kept ones if the server is lost. Starts
         the read of the next part."""
+        is_readable = self._names is None
+        if is_readable:
+            self._read(part)
+        self._free_slot(part)
+        if is_readable:
+            self._landed(self._reads.pop(part))
+        if (not is_readable or self._lost or self._failure) and self._kept:
+            self._kept.await_update()
+            self._kept.restore(part)
+
+    def _read(self, part: int) -> None:
         for number in (part, part + 1):
             if number < self.num_parts and number not in self._reads:
                 file = NUM_SLOTS + self._staging.slot(number)
                 self._reads[number] = self._send(self._message("read", number), file)
-        self._free_slot(part)
-        self._landed(self._reads.pop(part))
-        if (self._lost or self._failure) and self._kept:
-            self._kept.await_update()
-            self._kept.restore(part)
 
     def _end_reads(self) -> None:
         """Waits for reads of an update that was begun again."""
@@ -519,17 +547,24 @@ class Delivery:
     def _message(self, operation: str, part: int, verify: bool = False) -> dict[str, Any]:
         """Returns a message about the part's parameters in its slot. `verify` adds their checksums."""
         views = self._staging.views(part) if verify else {}
-        fields = [
-            (
-                field.name,
-                str(field.dtype).removeprefix("torch."),
-                field.shape,
-                field.offset,
-                checksum_of(views[field.name]) if verify else None,
-            )
-            for field in self._staging.fields[part]
-        ]
-        return {"op": operation, "memory": self._staging.handle(part), "fields": fields}
+        sums = {name: checksum_of(view) for name, view in views.items()}
+        message = {"op": operation, "memory": self._staging.handle(part)}
+        if self._names is None:
+            return {**message, "fields": _told(self._staging.fields[part], sums)}
+        shares = [_told(fields, sums if rank == self._rank else {}) for rank, fields in self._shares(part).items()]
+        of_sync = {"begins": not part, "marks": not part and verify}
+        return {
+            **message,
+            "op": "load_names",
+            "shares": shares,
+            "rank": [*self._shares(part)].index(self._rank),
+            **of_sync,
+        }
+
+    def _shares(self, part: int) -> dict[int, tuple[Field, ...]]:
+        """Returns the part's parameters on each rank of the engine, in the order of the server's ranks."""
+        ranks = dist.get_process_group_ranks(self._group) if self._group else [self._rank]
+        return {rank: fields_of(self._parts[part], rank) for rank in ranks}
 
     def _send(self, message: dict[str, Any], file: int = 0, **settings: str) -> _Flight:
         """Sends each rank's message to its rank of the server, all in one request. A reply `file` takes one message at
@@ -612,6 +647,13 @@ class Delivery:
             torch.cuda.synchronize(self._device)
 
 
+def _told(fields: Sequence[Field], checksums: Mapping[str, int]) -> list[Any]:
+    return [
+        (field.name, str(field.dtype).removeprefix("torch."), field.shape, field.offset, checksums.get(field.name))
+        for field in fields
+    ]
+
+
 def _reply_file() -> int:
     """Returns a file without a name. The server's process opens it through /proc."""
     file = os.memfd_create("rltrain-reply")
@@ -653,29 +695,3 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return strides[: len(shape)]
-
-
-# Low-rank adapters in a server: one set under one name, used by every request.
-#
-# SGLang loads them once, as zeros. Weight syncs then write them in place, as they write weights. So running responses
-# continue with new ones. A newly loaded set would apply only from the next request.
-
-ADAPTER = "rltrain"
-"""Name of the adapters in requests."""
-
-
-def first_load(adapter: AdapterSpec, num_ranks: int) -> tuple[str, dict[str, Any]]:
-    """Returns the call that loads the adapters into a server with `num_ranks` ranks, after its start."""
-    config = {
-        "peft_type": "LORA",
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": [*adapter.targets],
-    }
-    body = {
-        "lora_name": ADAPTER,
-        "config_dict": config,
-        "serialized_named_tensors": [NO_TENSORS] * num_ranks,
-        "pinned": True,
-    }
-    return "/load_lora_adapter_from_tensors", body

@@ -6,13 +6,18 @@ message's reply file. Needs only torch, because this Python may lack rltrain.
 
 Messages have `op`, `id`, and `reply`, the path of an open file of another process. The operations:
 
-- describe: reply with every parameter's name, dtype, shape, strides and device, and with reasons against updates.
+- describe: reply with every parameter's name, dtype, shape, strides and device, and with reasons against updates. With
+  `names`, the next sync is one of load_names, and `finish` finds parameters that it has not written.
 - load: copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters.
+- load_names: give tensors of the checkpoint to the model's own loader. `shares` has the fields of every rank. Those of
+  `rank` are in `memory`, and the ranks exchange theirs. The first message of a sync has `begins`. `marks` is as `names`
+  above.
 - read: copy the parameters of `fields` into `memory`.
 - finish: after all loads of a sync, update the values that the model derives from its parameters, and drop the
-  features of earlier images.
+  features of earlier images. After load_names, parameters that begin with one of `absent` need not be written.
 """
 
+import contextlib
 import ctypes
 import json
 import math
@@ -20,7 +25,7 @@ import mmap
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +45,14 @@ _IN_PLACE_BACKENDS = ("auto", "triton", "deep_gemm")
 _FILLED_HERE = {"Fp8KVCacheMethod": {"k_scale": -1.0, "v_scale": -1.0}}
 """Values of parameters that exist only inside the engine, by the method that makes them. A load format without a
 checkpoint leaves noise there. With these values SGLang treats the scales as absent."""
+
+_FUSED_NAME = "fused_qkv_a_proj_with_mqa"
+_FUSED = {"q_a_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "q_a_proj"}
+"""The tensors of the parameter _FUSED_NAME, each with the other one."""
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_MARKS = {torch.int16: 0x7FA5, torch.int32: 0x7FA5C3E7}
+"""Bits of unwritten elements: a NaN in every dtype, with digits that no computation makes."""
 
 _mapped: dict[str, Tensor] = {}
 """Mapped memory of the other process, by the id of its handle."""
@@ -78,7 +91,10 @@ def _describe(model: torch.nn.Module, message: Message) -> Reply:
         for name, parameter in parameters_of(model).items()
         if name not in own
     ]
-    return {"parameters": parameters, "refusals": refusals(model)}
+    by_names = message.get("names", False)
+    if by_names:
+        _mark(model)
+    return {"parameters": parameters, "refusals": refusals(model, by_names=by_names)}
 
 
 def _load(model: torch.nn.Module, message: Message) -> Reply:
@@ -114,11 +130,166 @@ def _fields(model: torch.nn.Module, message: Message) -> Iterator[tuple[str, Ten
         yield name, target.data, memory[offset : offset + num_bytes].view(target.dtype).view(shape), checksum
 
 
+def _load_names(model: Any, message: Message) -> Reply:
+    if message["marks"]:
+        _mark(model)
+    if message["begins"]:
+        model.rltrain_held = {}
+    shares, rank, problem = message["shares"], message["rank"], None
+    try:
+        memory = _memory(message["memory"])
+        problem = _damage(shares[rank], memory)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank
+        problem = f"{type(error).__name__}: {error}"
+    if _is_on_any_rank(problem is not None, len(shares)):
+        raise RuntimeError(problem or "another rank of the server cannot read its weights")
+    with _without_derived_values(model):
+        for fields, held in [(shares[0], memory)] if len(shares) == 1 else _exchanged(shares, memory, rank):
+            try:
+                _give(model, {name: view for name, view, _ in _views(fields, held)})
+            except Exception as error:  # noqa: BLE001 - the other ranks still wait for this rank's share
+                problem = problem or f"{type(error).__name__}: {error}"
+    if problem:
+        raise ValueError(problem)
+    _synchronize()
+    return {}
+
+
+def _damage(fields: Sequence[Any], memory: Tensor) -> str | None:
+    for name, view, checksum in _views(fields, memory):
+        if checksum is not None and checksum_of(view) != checksum:
+            return f"tensor {name} differs from what was staged (weight_sync.verify)"
+    return None
+
+
+def _give(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Gives tensors to the model's loader. Raises ValueError if it ignores one, while parameters are marked."""
+    if not model.rltrain_marked:
+        model.load_weights(_complete(model, tensors))
+        return
+    watched = {name: tensor.as_subclass(_Watched) for name, tensor in tensors.items()}
+    for tensor in watched.values():
+        tensor.is_used = False
+    model.load_weights(_complete(model, watched))
+    if ignored := next((name for name, tensor in watched.items() if not tensor.is_used), None):
+        raise ValueError(
+            f"the model's loader has left out tensor {ignored}: config.json of the model lacks a key that this version "
+            "of SGLang reads, or SGLang's model has no such tensor"
+        )
+
+
+class _Watched(Tensor):
+    """A tensor that notes whether an operation has used it. Results are plain tensors."""
+
+    is_used: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") != "__get__":  # a property such as shape
+                for one in args:
+                    for tensor in one if isinstance(one, list | tuple) else (one,):
+                        if isinstance(tensor, cls):
+                            tensor.is_used = True
+            return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def _without_derived_values(model: Any) -> Iterator[None]:
+    """Makes loaders of single parts leave derived values to `finish`, because some would derive those of all layers."""
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(model).pop("post_load_weights", None)
+
+
+def _complete(model: Any, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors. Loaders fuse the two of _FUSED within a call, so the first one waits for the other's part."""
+    is_fused = any(_FUSED_NAME in name for name, _ in model.named_parameters())
+    for name, tensor in named.items():
+        one = next((part for part in _FUSED if f".{part}." in name), None)
+        if one is None or not is_fused:
+            yield name, tensor
+            continue
+        other = name.replace(one, _FUSED[one])
+        if other in model.rltrain_held:
+            yield other, model.rltrain_held.pop(other)
+            yield name, tensor
+        else:
+            model.rltrain_held[name] = tensor.clone()  # its slot is filled again before
+
+
+def _mark(model: Any) -> None:
+    """Fills the parameters with a bit pattern that no weight has."""
+    for _, bits in _bits_of(model):
+        bits.fill_(_MARKS[bits.dtype])
+    model.rltrain_marked = True
+
+
+def _refuse_marks(model: Any, absent: Sequence[str]) -> None:
+    """Raises ValueError if the model's loader has left out elements of a parameter."""
+    if not model.rltrain_marked:
+        return
+    own = _own_parameters(model)
+    for name, bits in _bits_of(model):
+        if name in own or name.startswith(tuple(absent)):
+            continue
+        if missing := int((bits == _MARKS[bits.dtype]).sum()):
+            raise ValueError(
+                f"the model's loader has not written {missing} of {bits.numel()} elements of parameter {name}: the "
+                "tensors of training have other names or shapes than this version of SGLang expects"
+            )
+    model.rltrain_marked = False
+
+
+def _bits_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize in _BITS:
+            yield name, parameter.data.view(_BITS[parameter.dtype.itemsize])
+
+
+def _views(fields: Sequence[Any], memory: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yields (name, tensor in `memory`, checksum) for each field of a message."""
+    for name, dtype, shape, offset, checksum in fields:
+        kind: torch.dtype = getattr(torch, dtype)
+        yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape), checksum
+
+
+def _is_on_any_rank(flag: bool, num_ranks: int) -> bool:
+    """Collective over: the server's tensor-parallel ranks."""
+    if num_ranks == 1:
+        return flag
+    from sglang.srt.distributed import get_tp_group
+
+    flags = torch.tensor([int(flag)])
+    torch.distributed.all_reduce(flags, group=get_tp_group().cpu_group)
+    return bool(flags)
+
+
+def _exchanged(shares: Sequence[Any], memory: Tensor, rank: int) -> Iterator[tuple[Sequence[Any], Tensor]]:
+    """Yields (fields, memory) of every rank in turn. Collective over: the server's tensor-parallel ranks."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    for source, fields in enumerate(shares):
+        if fields:
+            *_, (_, dtype, shape, offset, _) = fields
+            num_bytes = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+            held = memory[:num_bytes] if source == rank else memory.new_empty(num_bytes)
+            yield fields, group.broadcast(held, src=source)
+
+
 def _finish(model: torch.nn.Module, message: Message) -> Reply:
     # SGLang itself takes this step only if a session loaded nothing.
     post_load: Any = getattr(model, "post_load_weights", None)
     if post_load is not None:
         post_load()
+    if message.get("absent") is not None:
+        _refuse_marks(model, message["absent"])
     parameters = parameters_of(model)
     for name, value in _own_parameters(model).items():
         parameters[name].data.fill_(value)
@@ -138,6 +309,7 @@ def _forget_images() -> None:
 _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
     "describe": _describe,
     "load": _load,
+    "load_names": _load_names,
     "read": _read,
     "finish": _finish,
 }
@@ -165,12 +337,15 @@ def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return parameters
 
 
-def refusals(model: torch.nn.Module) -> list[str]:
-    """Returns the reasons against updates in place: one sentence per kind of layer, each with one layer's name."""
+def refusals(model: torch.nn.Module, *, by_names: bool = False) -> list[str]:
+    """Returns the reasons against updates in place: one sentence per kind of layer, each with one layer's name.
+
+    With `by_names` the model's own loader writes, which heeds the order of rows and dimensions.
+    """
     reasons: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and (reason := _reason(module, method)):
+        if method is not None and (reason := _reason(module, method, by_names)):
             reasons.setdefault(reason, name)
         cached = getattr(module, "_derived_weight_cache_error", None)
         if cached is not None:
@@ -178,7 +353,7 @@ def refusals(model: torch.nn.Module) -> list[str]:
     return [f"{layer}: {reason}" for reason, layer in reasons.items()]
 
 
-def _reason(module: torch.nn.Module, method: object) -> str | None:
+def _reason(module: torch.nn.Module, method: object, by_names: bool) -> str | None:
     """Returns the reason against updates of a layer in place, or None.
 
     Only methods that keep a checkpoint's elements in SGLang 0.5.23 are accepted. Changes that SGLang makes in place at
@@ -190,7 +365,7 @@ def _reason(module: torch.nn.Module, method: object) -> str | None:
     if kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PackWeightMethod", *_FILLED_HERE):
         return None
     if kind == "UnquantizedFusedMoEMethod":
-        return _moe_reason(module, method)
+        return _moe_reason(module, method, by_names)
     if kind in ("Fp8LinearMethod", "Fp8MoEMethod"):
         return _fp8_reason(module, method)
     return (
@@ -198,12 +373,14 @@ def _reason(module: torch.nn.Module, method: object) -> str | None:
     )
 
 
-def _moe_reason(module: torch.nn.Module, method: object) -> str | None:
-    if getattr(method, "load_up_proj_weight_first", False):
+def _moe_reason(module: torch.nn.Module, method: object, by_names: bool) -> str | None:
+    if getattr(method, "load_up_proj_weight_first", False) and not by_names:
         return "its MoE backend has up above gate; use moe_runner_backend: triton"
     if getattr(module, "use_flashinfer_trtllm_moe", False):
         return "flashinfer_trtllm has up above gate and permutes rows; use moe_runner_backend: triton"
     if getattr(module, "use_triton_kernels", False):
+        if by_names:
+            return None
         return "triton_kernel has transposed experts; use moe_runner_backend: triton"
     find = getattr(method, "get_moe_runner_backend", None)
     backend = find(module) if find else None
@@ -226,7 +403,7 @@ def _fp8_reason(module: torch.nn.Module, method: object) -> str | None:
             return f"{flag} repacks weights after loading"
     if any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False)):
         return "DeepGEMM requantises to scales of powers of two and does not undo it; use another FP8 backend"
-    return _moe_reason(module, method) if type(method).__name__ == "Fp8MoEMethod" else None
+    return _moe_reason(module, method, by_names=False) if type(method).__name__ == "Fp8MoEMethod" else None
 
 
 def _own_parameters(model: torch.nn.Module) -> dict[str, float]:
