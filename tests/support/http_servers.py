@@ -1,11 +1,13 @@
 """Servers at URLs that speak SGLang's and vLLM's protocols and take weights from files and broadcasts."""
 
 import asyncio
+import copy
 import json
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from tests.support.sglang_server import logprob_of, next_token, with_image_token
 from tests.support.vllm_transfers import StandInTransfers
 
 LIMIT = timedelta(seconds=30)
+VLLM_ANSWERS = Path(__file__).with_name("vllm_answers.json")
+"""Answers of the real vLLM, recorded by tests/vllm/answers.py."""
+VLLM: dict[str, Any] = json.loads(VLLM_ANSWERS.read_text()) if VLLM_ANSWERS.exists() else {}
 
 
 class StandInBroadcasts:
@@ -119,8 +124,32 @@ class StandInBroadcasts:
         return JSONResponse({"success": True})
 
 
-def vllm_refusal(message: str, status: int = 400) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "Bad Request", "param": None, "code": status}}, status)
+def vllm_answer(name: str, **values: object) -> Response:
+    """Returns a recorded answer of vLLM with other values."""
+    answer = VLLM[name]
+    if answer["content"] is None:
+        return Response(status_code=answer["status"])
+    return JSONResponse(filled(answer["content"], **values), answer["status"])
+
+
+def vllm_event(name: str, tokens: list[int], reason: str | None, spans: list[dict[str, Any]], label: str) -> str:
+    """Returns an event of the stream of a request, which has the form of recorded ones."""
+    event: dict[str, Any] = copy.deepcopy(VLLM["tokens"]["content"][0 if reason is None else -1])
+    [choice] = event["choices"]
+    [entry] = choice["logprobs"]["content"]
+    version = version_of(label)
+    entries = [filled(entry, token_id=token, logprob=logprob_of(token, version)) for token in tokens]
+    own = {"finish_reason": reason, "token_ids": tokens, "logprobs": {"content": entries}}
+    if reason is not None:
+        [span] = choice["weight_versions"]
+        own["weight_versions"] = [filled(span, **one) for one in spans]
+    return json.dumps(filled(event, request_id=VLLM_REQUEST + name, choices=[filled(choice, **own)]))
+
+
+def filled(recorded: dict[str, Any], **values: object) -> dict[str, Any]:
+    """Returns a recorded answer with other values. It has the keys of the recorded one."""
+    assert values.keys() <= recorded.keys()
+    return {**recorded, **values}
 
 
 def refused(message: str, status: int = 400) -> Response:
@@ -148,6 +177,7 @@ class StandInServer:
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
     - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
+    - `scale_out`: vLLM was started with its routes for tokens. `has_experts`: its model has experts.
     - `certificate`: files of a certificate and its key, for TLS.
     - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
     - `arguments` are further arguments that it was started with.
@@ -163,6 +193,8 @@ class StandInServer:
         context: int = 500,
         certificate: tuple[str, str] | None = None,
         takes_deltas: bool = False,
+        scale_out: bool = True,
+        has_experts: bool = False,
         load_s: float = 0.0,
         holds_batch_s: float = 0.0,
         release: str = "0.5.23",
@@ -176,6 +208,7 @@ class StandInServer:
         self.holds_batch_until = 0.0
         self.num_busy_flushes = 0
         """Number of flushes to refuse because of another one."""
+        self.scale_out, self.has_experts, self.engine_is_dead = scale_out, has_experts, False
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
@@ -198,7 +231,7 @@ class StandInServer:
         """Starts the server again at the same address, with its own weights."""
         self.num_starts += 1
         self.label, self.num_running = STARTED_WITH, 0
-        self.hangs = self.is_paused = False
+        self.hangs = self.is_paused = self.engine_is_dead = False
         self._aborted: set[str] = set()
         self.broadcasts.start()
         config = uvicorn.Config(self._app(), port=self.port, log_level="critical", lifespan="off", access_log=False)
@@ -265,7 +298,10 @@ class StandInServer:
         }
 
     async def _models(self, body: Any, query: Any) -> Response:
-        return JSONResponse({"data": [{"id": "tiny", "owned_by": self.kind, "max_model_len": self.context}]})
+        own = {"id": "tiny", "owned_by": self.kind, "max_model_len": self.context}
+        if self.kind == "vllm":
+            return vllm_answer("models", data=[filled(VLLM["models"]["content"]["data"][0], **own)])
+        return JSONResponse({"data": [own]})
 
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
@@ -274,8 +310,18 @@ class StandInServer:
         return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
 
     async def _vllm_info(self, body: Any, query: Any) -> Response:
+        config: dict[str, Any] = VLLM["config"]["content"]["vllm_config"]
+        engine, num_replicas = (self.transfers.engine, self.transfers.num_replicas) if self.transfers else ("", 1)
         mode = "processed_logprobs" if self.is_tempered else "raw_logprobs"
-        return JSONResponse({"vllm_config": {"model_config": {"logprobs_mode": mode}}})
+        found = filled(
+            config,
+            model_config=filled(config["model_config"], logprobs_mode=mode),
+            parallel_config=filled(
+                config["parallel_config"], data_parallel_size=num_replicas, is_moe_model=self.has_experts
+            ),
+            weight_transfer_config={"backend": engine} if engine else None,
+        )
+        return vllm_answer("config", vllm_config=found)
 
     async def _version(self, body: Any, query: Any) -> Response:
         return JSONResponse({"version": self.release})
@@ -306,31 +352,31 @@ class StandInServer:
         return JSONResponse({"success": True})
 
     async def _weight_info(self, body: Any, query: Any) -> Response:
-        return JSONResponse({"weight_version": self.label})
+        return vllm_answer("weight_info", weight_version=self.label)
 
     async def _pause(self, body: Any, query: Any) -> Response:
         assert query["mode"] == "abort" and query["clear_cache"] == "true"
         self.is_paused = True
-        return JSONResponse({"status": "paused"})
+        return vllm_answer("pause")
 
     async def _resume(self, body: Any, query: Any) -> Response:
         self.is_paused = False
-        return JSONResponse({"status": "resumed"})
+        return vllm_answer("resume")
 
     async def _collective_rpc(self, body: Any, query: Any) -> Response:
         if "method" not in body:
-            return vllm_refusal("Missing 'method' in request body")
+            return vllm_answer("without_method")
         assert body["method"] == "reload_weights"
         self.idle("a load of weights")
         if not self.is_paused:
             self.broken.append("a load of weights while it was not paused")
         self._load(body["kwargs"]["weights_path"])
         await asyncio.sleep(self.load_s)
-        return JSONResponse({"results": [None]})
+        return vllm_answer("load")
 
     async def _label_vllm(self, body: Any, query: Any) -> Response:
         self.label = body["new_version"]
-        return JSONResponse({"success": True, "new_version": self.label})
+        return vllm_answer("label", new_version=self.label)
 
     def idle(self, what: str) -> None:
         if self.num_running:
@@ -380,13 +426,15 @@ class StandInServer:
     async def _vllm_abort(self, body: Any, query: Any) -> Response:
         names = [name.removeprefix(VLLM_REQUEST) for name in body["request_ids"] if name.startswith(VLLM_REQUEST)]
         self._aborted |= {*names}
-        return Response()
+        return vllm_answer("abort")
 
     async def _vllm_generate(self, body: Any, query: Any) -> Response:
+        if not self.scale_out:
+            return JSONResponse({"error": {"message": "Scale-out endpoints are disabled."}}, 403)
         if "token_ids" not in body:
-            return vllm_refusal("2 validation errors")
+            return vllm_answer("without_fields")
         if (self.num_running + 1) > self.most:
-            return vllm_refusal("too many", 429)
+            return JSONResponse({"error": "too many"}, 429)
         params = body["sampling_params"]
         assert body["model"] == "tiny" and params["logprobs"] == 0 and params["ignore_eos"]
         drawn = self._draw(body["token_ids"], params["stop_token_ids"], params["max_tokens"], body["request_id"])
@@ -396,21 +444,16 @@ class StandInServer:
         spans: list[dict[str, Any]] = []
         count = 0
         async for token, reason in drawn:
+            if self.engine_is_dead:
+                yield f"data: {json.dumps(VLLM['broken']['content'][0])}\n\n"
+                break
             tokens = [token] if token >= 0 else []
             if tokens and (not spans or spans[-1]["version"] != self.label):
                 spans.append({"version": self.label, "start": count})
             count += len(tokens)
             if spans:
                 spans[-1]["end"] = count
-            entries = [{"token_id": one, "logprob": logprob_of(one, version_of(self.label))} for one in tokens]
-            choice = {
-                "index": 0,
-                "finish_reason": reason,
-                "token_ids": tokens,
-                "weight_versions": None if reason is None else spans,
-                "logprobs": {"content": entries},
-            }
-            yield f"data: {json.dumps({'request_id': VLLM_REQUEST + name, 'choices': [choice]})}\n\n"
+            yield f"data: {vllm_event(name, tokens, reason, spans, self.label)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def _completions(self, body: Any, query: Any) -> Response:

@@ -44,7 +44,6 @@ class StandInTransfers:
     def routes(self) -> Mapping[str, Any]:
         return {
             "/get_world_size": self._world_size,
-            "/server_info": self._server_info,
             "/is_paused": self._is_paused,
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
@@ -55,13 +54,6 @@ class StandInTransfers:
 
     async def _world_size(self, body: Any, query: Any) -> Response:
         return JSONResponse({"world_size": self.num_replicas})
-
-    async def _server_info(self, body: Any, query: Any) -> Response:
-        config = {
-            "weight_transfer_config": {"backend": self.engine} if self.engine else None,
-            "parallel_config": {"data_parallel_size": self.num_replicas},
-        }
-        return JSONResponse({"vllm_config": config})
 
     async def _is_paused(self, body: Any, query: Any) -> Response:
         return JSONResponse({"is_paused": self.server.is_paused})

@@ -320,6 +320,20 @@ def test_one_that_hangs_is_given_up(rig: Rig) -> None:
     first.hangs = False
 
 
+def test_samples_of_a_server_whose_engine_has_ended_continue_elsewhere(rig: Rig) -> None:
+    """vLLM's routes answer for a while then. Requests get an event with an error."""
+    first, _ = rig.server("vllm", pace_s=0.003), rig.server("vllm", pace_s=0.003)
+    engine = rig.start(max_retries=1000)
+    sync(engine, 0)
+    engine.submit(samples(), LONG)
+    done = finish(engine, lambda: len(first.versions_drawn) > 2)
+    first.engine_is_dead = True
+    done += finish(engine, lambda: engine.metrics()["rollout/requests_sent_again"] > 0)
+    first.die()
+    done += finish(engine)
+    assert sorted(one.id for one in done) == [one.id for one in samples()] and drawn_right(done)
+
+
 def test_certificates_are_checked(rig: Rig, tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
     made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=engine"
@@ -403,12 +417,14 @@ def test_where_nothing_is_trained_it_draws_by_its_own(rig: Rig) -> None:
     [
         ({"access": Access("other")}, {}, "status 401"),
         ({}, {"context": 100}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
+        ({}, {"kind": "vllm", "has_experts": True}, "vLLM's build for CPUs computes other results after a reload"),
+        ({}, {"kind": "vllm", "scale_out": False}, "no /inference/v1/generate; start vLLM .* --enable-scale-out"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_at_the_start(
     rig: Rig, settings: dict[str, Any], server: dict[str, Any], message: str
 ) -> None:
-    rig.server("sglang", **server)
+    rig.server(**{"kind": "sglang", **server})
     with pytest.raises(EngineError, match=message):
         rig.start(**settings)
 

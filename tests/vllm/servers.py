@@ -94,6 +94,15 @@ class VLLMServer:
             self._process.wait()
             self._process = None
 
+    def kill_engine(self) -> None:
+        """Kills the process of the server's engine alone."""
+        assert self._process is not None
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                group = path.read_text().rpartition(")")[2].split()[2]
+                if int(group) == self._process.pid and "EngineCore" in (path.parent / "cmdline").read_text():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
     def is_healthy(self) -> bool:
         try:
             return call(self, "/health")[0] == 200

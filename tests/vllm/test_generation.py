@@ -4,95 +4,39 @@ Weights come as checkpoints in folders, as those that a job writes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from rltrain.config.rollout import Http, Sampling
+from rltrain.config.rollout import Sampling
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.servers.calls import Access
-from rltrain.rollout.servers.fleet import Addresses, Fleet
-from rltrain.rollout.servers.http_engine import CheckpointWeights, HttpEngine
-from tests.support.rollout_models import hf_logprobs, of_tokens
-from tests.vllm.servers import CONTEXT, START_TIMEOUT_S, TOKEN, VLLMServer, hits_of_prefix_cache, requests
+from rltrain.rollout.servers.http_engine import HttpEngine
+from tests.support.http_servers import VLLM
+from tests.support.rollout_models import hf_logprobs, hf_model, of_tokens
+from tests.vllm.answers import broken, shape
+from tests.vllm.engines import NUM_SLOTS, TOLERANCE, Rig, assert_greedy, engine_on, started_on
+from tests.vllm.servers import CONTEXT, START_TIMEOUT_S, VLLMServer, hits_of_prefix_cache, requests
 
-TOLERANCE = 1e-5
-NUM_SLOTS = 8
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
 LONG = SamplingParams(0.0, 1.0, 0, 100, ())
-LIMIT_S = 120.0
-
-
-@dataclass
-class Rig:
-    """An engine whose server loads checkpoints."""
-
-    engine: HttpEngine
-    checkpoints: list[Path]
-    models: list[transformers.PreTrainedModel]
-
-    def sync(self, number: int, version: int) -> None:
-        """Gives the server the weights of a checkpoint."""
-        self.engine.reload_weights(self.checkpoints[number], version)
-
-
-def engine_on(server: VLLMServer, model: Path, sampling: Sampling | None = None) -> HttpEngine:
-    """Returns an engine that has not been started. `model` has the tokenizer, `sampling` is that of the job."""
-    weights = CheckpointWeights(LIMIT_S)
-    fleet = Fleet(
-        Addresses([server.url], "rollout.urls", None, "rollout", 0, 1),  # type: ignore[arg-type]
-        Access(TOKEN),
-        weights,
-        Http(reread_s=0.2, hang_timeout_s=60.0, start_timeout_s=START_TIMEOUT_S, max_retries=1000),
-        protocol="auto",
-        role="rollout",
-        max_running_requests=NUM_SLOTS,
-        max_context_tokens=CONTEXT,
-        needs_weights=True,
-        trained_sampling=sampling or Sampling(),
-    )
-    return HttpEngine(
-        fleet,
-        weights,
-        max_running_requests=NUM_SLOTS,
-        max_context_tokens=CONTEXT,
-        advance=lambda: None,
-        tokenizer=transformers.AutoTokenizer.from_pretrained(model),
-    )
 
 
 @pytest.fixture(scope="module")
 def models(checkpoints: list[Path]) -> list[transformers.PreTrainedModel]:
-    return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints]
+    return [hf_model(path) for path in checkpoints]
 
 
 @pytest.fixture
 def rig(server: VLLMServer, checkpoints: list[Path], models: list[transformers.PreTrainedModel]) -> Iterator[Rig]:
     """Yields an engine with the weights of the first checkpoint as version 0."""
-    engine = engine_on(server, checkpoints[0])
-    rig = Rig(engine, checkpoints, models)
-    try:
-        engine.start()
-        rig.sync(0, 0)
+    with started_on(server, checkpoints, models) as rig:
         yield rig
-    finally:
-        engine.close()
-
-
-def assert_greedy(models: Sequence[transformers.PreTrainedModel], done: Sample) -> None:
-    """Asserts that each token is the best one of the model of its version, with that model's log-prob."""
-    for version in {*done.policy_versions}:
-        logprobs = hf_logprobs(models[version % 2], done)
-        of_version = [place for place, own in enumerate(done.policy_versions) if own == version]
-        best, ids = logprobs[of_version].max(-1)
-        assert [done.tokens[place] for place in of_version] == ids.tolist()
-        assert [done.logprobs[place] for place in of_version] == pytest.approx(best.tolist(), abs=TOLERANCE)
 
 
 def drain(engine: HttpEngine, until_tokens: int | None = None) -> list[Sample]:
@@ -231,16 +175,6 @@ def test_prompts_cached_by_old_weights_are_computed_again(rig: Rig, server: VLLM
     assert {*done.policy_versions} == {1} and hits_of_prefix_cache(server) == hits
 
 
-def test_weights_that_are_not_finite_are_reported(rig: Rig, tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(rig.checkpoints[0], dtype=torch.float32)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.fill_(float("nan"))
-    model.save_pretrained(tmp_path)
-    rig.engine.reload_weights(tmp_path, 1)
-    with pytest.raises(DivergenceError):
-        rig.engine.generate(requests(2), GREEDY)
-
-
 @pytest.mark.parametrize(
     ("sampling", "said"),
     [
@@ -260,10 +194,12 @@ def test_sampling_whose_log_probs_it_does_not_return_is_refused(
 
 
 def test_a_killed_server_is_replaced_and_everything_completes(rig: Rig, server: VLLMServer) -> None:
-    """The new server starts at the same address with the first checkpoint. It gets the second one's weights again."""
+    """The process of its engine is killed. The new server starts at the same address with the first checkpoint. It gets
+    the second one's weights again."""
     rig.sync(1, 1)
     rig.engine.submit(requests(NUM_SLOTS + 4), LONG)
     done = drain(rig.engine, 8)
+    assert shape(broken(server)) == shape(VLLM["broken"])
     server.kill()
     server.start()
     done += drain(rig.engine)
@@ -272,3 +208,14 @@ def test_a_killed_server_is_replaced_and_everything_completes(rig: Rig, server: 
     for one in done:
         assert len(one.tokens) == 100
         assert_greedy(rig.models, one)
+
+
+def test_weights_that_are_not_finite_are_reported(rig: Rig, server: VLLMServer, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(rig.checkpoints[0], dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    rig.engine.reload_weights(tmp_path, 1)
+    with pytest.raises(DivergenceError):
+        rig.engine.generate(requests(2), GREEDY)
+    server.kill()  # its memory of keys and values has the same numbers, which make sound weights fail too

@@ -482,9 +482,14 @@ class VLLMBroadcasts:
         await calls.post("/shutdown_weight_transfer_engine", {})
 
 
+async def vllm_config(calls: Calls) -> Any:
+    """Returns the settings of a server of vLLM."""
+    return (await calls.get(VLLM_CONFIG, VLLM_INFO_S))["vllm_config"]
+
+
 async def without_nccl_engine(calls: Calls) -> str | None:
     """Returns the reason if a server of vLLM takes no weights over NCCL, else None."""
-    config = (await calls.get(VLLM_CONFIG))["vllm_config"]
+    config = await vllm_config(calls)
     if (num_replicas := config["parallel_config"]["data_parallel_size"]) > 1:
         return f"it has data_parallel_size {num_replicas}; weights by way of a group need 1"
     engine = (config["weight_transfer_config"] or {}).get("backend")
@@ -555,8 +560,7 @@ class VLLMProtocol:
                 "vLLM's log-probs are either those of temperature 1 or those after truncation; expected "
                 "rollout.sampling.temperature 1, or top_p 1 and top_k 0"
             )
-        info = await calls.get("/server_info?config_format=json", VLLM_INFO_S)
-        found = info["vllm_config"]["model_config"]["logprobs_mode"]
+        found = (await vllm_config(calls))["model_config"]["logprobs_mode"]
         expected = "raw_logprobs" if sampling.temperature == 1 else "processed_logprobs"
         return None if found == expected else f"its log-probs are {found}; start it with --logprobs-mode {expected}"
 
@@ -572,8 +576,14 @@ class VLLMProtocol:
             return f"it has no /weight_info; {VLLM_HOW}"
         if way == "group":
             return await without_nccl_engine(calls)
-        why = await without_route(calls, "/collective_rpc")
-        return why and f"{why}; {VLLM_HOW}"
+        if why := await without_route(calls, "/collective_rpc"):
+            return f"{why}; {VLLM_HOW}"
+        config = await vllm_config(calls)
+        if config["parallel_config"]["is_moe_model"] and config["device_config"]["device"] == "cpu":
+            return (
+                "its model has experts, and vLLM's build for CPUs computes other results after a reload of such weights"
+            )
+        return None
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         """See `ServerProtocol`. vLLM's engine ends if it cannot read the folder."""

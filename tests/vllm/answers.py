@@ -1,0 +1,113 @@
+"""Records vLLM's answers for the stand-in of tests/support/http_servers.py.
+
+    python -m tests.vllm.answers PYTHON FOLDER
+
+starts a server of the Python with vLLM on a model in FOLDER and writes tests/support/vllm_answers.json. A test compares
+that file with the answers of the installed version.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.rollout.servers.protocols import VLLM_CONFIG, VLLM_GENERATE, VLLM_REQUEST
+from tests.support.http_servers import VLLM_ANSWERS
+from tests.vllm.servers import VLLMServer, call, events, write_models
+
+ABORT = "/inference/v1/abort_requests"
+LONG = 240
+CONFIG = {
+    "model_config": ("logprobs_mode",),
+    "parallel_config": ("data_parallel_size", "is_moe_model"),
+    "device_config": ("device",),
+}
+"""The settings of vLLM that the protocol reads, and weight_transfer_config, which is null or has a backend."""
+
+
+def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
+    """Returns the answers by name, each with the status and the parsed content. Has the server load `model`."""
+    load = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+    answers = {
+        "models": call(server, "/v1/models"),
+        "label": call(server, "/update_weight_version", {"new_version": "run.0"}),
+        "weight_info": call(server, "/weight_info"),
+        "tokens": call(server, VLLM_GENERATE, body("tokens", max_tokens=2)),
+        "stopped": call(server, VLLM_GENERATE, body("stopped", max_tokens=2, stop_token_ids=[*range(15)])),
+        "without_fields": call(server, VLLM_GENERATE, {}),
+        "other_model": call(server, VLLM_GENERATE, body("other", max_tokens=2) | {"model": "other"}),
+        "without_method": call(server, "/collective_rpc", {}),
+        "pause": call(server, "/pause?mode=abort&clear_cache=true", {}),
+        "load": call(server, "/collective_rpc", load),
+        "resume": call(server, "/resume", {}),
+    }
+    long = body("long.", max_tokens=LONG, stream_interval=LONG)
+    names = {"request_ids": [VLLM_REQUEST + "long."]}
+    answers["abort"], (status, text) = _interrupted(server, long, lambda: call(server, ABORT, names))
+    found = {name: {"status": status, "content": parsed(text)} for name, (status, text) in answers.items()}
+    return found | {"aborted": {"status": status, "content": parsed(text)[-1:]}, "config": _config(server)}
+
+
+def broken(server: VLLMServer) -> dict[str, Any]:
+    """Returns the answer to a request whose engine is killed. The server ends by that."""
+    _, (status, text) = _interrupted(server, body("broken", max_tokens=LONG), server.kill_engine)
+    return {"status": status, "content": parsed(text)[-1:]}
+
+
+def body(name: str, **sampling: object) -> dict[str, Any]:
+    """Returns a request for tokens."""
+    chosen = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    return {"request_id": name, "token_ids": [3, 5], "stream": True, "sampling_params": chosen}
+
+
+def shape(value: Any) -> Any:
+    """Returns the value with types in the place of numbers and texts. Lists have each kind of entry once."""
+    if isinstance(value, Mapping):
+        return {name: shape(of_name) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return sorted({json.dumps(shape(one)) for one in value})
+    return type(value).__name__
+
+
+def _config(server: VLLMServer) -> dict[str, Any]:
+    status, text = call(server, VLLM_CONFIG)
+    told = json.loads(text)["vllm_config"]
+    used: dict[str, Any] = {name: {key: told[name][key] for key in keys} for name, keys in CONFIG.items()}
+    config = used | {"weight_transfer_config": told["weight_transfer_config"]}
+    return {"status": status, "content": {"vllm_config": config}}
+
+
+def _interrupted(server: VLLMServer, body: Mapping[str, Any], interrupt: Any) -> tuple[Any, tuple[int, str]]:
+    """Returns what `interrupt` returns during a request, and the request's answer."""
+    answer: list[tuple[int, str]] = []
+    thread = threading.Thread(target=lambda: answer.append(call(server, VLLM_GENERATE, body)))
+    thread.start()
+    time.sleep(0.2)
+    done = interrupt()
+    thread.join()
+    return done, answer[0]
+
+
+def parsed(text: str) -> Any:
+    """Returns the events of a stream, or the value of another answer, which is None if it has no text."""
+    if text.startswith("data: "):
+        return events(text)
+    return json.loads(text) if text else None
+
+
+if __name__ == "__main__":
+    python, folder = sys.argv[1:]
+    models = write_models(Path(folder), "qwen3")
+    server = VLLMServer(python, models[0], Path(folder) / "server.log")
+    try:
+        server.ensure()
+        found = {**recorded(server, models[0]), "broken": broken(server)}
+    finally:
+        server.kill()
+    [long] = found["aborted"]["content"][0]["choices"]
+    del long["token_ids"][2:], long["logprobs"]["content"][2:]
+    text = json.dumps(found, indent=1).replace(str(models[0]), "tiny")
+    VLLM_ANSWERS.write_text(text + "\n")

@@ -1,0 +1,16 @@
+"""The recorded answers of the stand-in for vLLM have the form of the real server's answers."""
+
+import json
+from pathlib import Path
+
+from tests.support.http_servers import VLLM
+from tests.vllm.answers import recorded, shape
+from tests.vllm.servers import VLLMServer
+
+
+def test_the_server_answers_in_the_recorded_form(server: VLLMServer, checkpoints: list[Path]) -> None:
+    found = recorded(server, checkpoints[0])
+    for name, answer in found.items():
+        assert answer["status"] == VLLM[name]["status"], f"{name}: {answer}"
+        assert shape(answer) == shape(VLLM[name]), f"{name}: {json.dumps(answer)[:2000]}"
+    assert {*VLLM} - {*found} == {"broken"}, "test_generation.py compares the answer of a server whose engine ends"
