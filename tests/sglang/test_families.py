@@ -1,7 +1,9 @@
 """Families whose weights SGLang's own loader puts in place, by the names of the checkpoint."""
 
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +16,14 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES
+from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import whole_tensors_layout
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.sglang_process import Server, model_config_of
+from rltrain.rollout.servers.sglang_process import SERVER_FOLDER, Server, model_config_of
 from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 from rltrain.runtime.grid import Grid
+from tests.forked.popen import REPOSITORY
 from tests.sglang.servers import CPU, PART_BYTES, call, checksums, connected, greedy, running
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
@@ -79,6 +83,7 @@ def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
     kind, settings = CHECKPOINTS[tiny.name]
     monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, {**settings, **tiny.settings}))
     make_family_checkpoint(tiny.name, folder)
+    (folder / "expected.safetensors").unlink()  # SGLang would load its tensors too
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **tiny.keys}))
     (folder / "configuration_mimo.py").write_text(OWN_CODE)
@@ -127,7 +132,8 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
     assert architecture.family == name.split(",")[0]
     server = start_server(checkpoint, model_config=model_config_of(architecture), args=tiny.args)
     with connected(server) as client:
-        call(server, "/update_weights_from_disk", {"model_path": str(checkpoint), "load_format": "auto"})
+        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+        call(server, "/update_weights_from_disk", from_files)
         expected = checksums(server)
         delivery = delivery_by_names(client, checkpoint)
         delivery.check_layout()
@@ -220,6 +226,35 @@ def test_a_tensor_that_the_server_ignores_is_reported(
             deliver(delivery, other, 1)
         delivery.close()
     server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_ranks_of_a_server_exchange_their_tensors(real_sglang_python: str, tmp_path: Path, is_damaged: bool) -> None:
+    """Both ranks load both tensors, or none of them if a rank finds a damaged one."""
+    values = [torch.arange(4.0) + rank for rank in (0, 1)]
+    shares = [[[f"t{rank}", "float32", [4], 0, checksum_of(values[rank])]] for rank in (0, 1)]
+    address, processes = f"file://{tmp_path}/meeting", []
+    for rank in (0, 1):
+        (tmp_path / f"memory{rank}").write_bytes(values[rank - (is_damaged and rank == 1)].numpy().tobytes())
+        memory = {"kind": "file", "id": "m", "path": f"{tmp_path}/memory{rank}", "bytes": 16}
+        reply = tmp_path / f"reply{rank}"
+        reply.touch()
+        message = {"op": "load_names", "id": "i", "reply": str(reply), "memory": memory, "shares": shares, "rank": rank}
+        text = json.dumps({**message, "begins": True, "marks": False})
+        command = [real_sglang_python, "-W", "ignore", "-m", "tests.sglang.loading_ranks", str(rank), address, text]
+        path = f"{REPOSITORY}:{SERVER_FOLDER}"
+        processes.append(
+            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+        )
+    told = [process.communicate(timeout=TIMEOUT_S)[0].splitlines()[-1] for process in processes]
+    errors = [json.loads((tmp_path / f"reply{rank}").read_text())["error"] for rank in (0, 1)]
+    if is_damaged:
+        assert "another rank of the server" in errors[0] and "tensor t1 differs from what was staged" in errors[1]
+        assert [json.loads(line) for line in told] == [{"t0": [0.0] * 4, "t1": [0.0] * 4}] * 2
+        return
+    assert errors == [None, None]
+    assert [json.loads(line) for line in told] == [{"t0": values[0].tolist(), "t1": values[1].tolist()}] * 2
 
 
 def test_a_job_draws_from_the_weights_that_it_trains(
