@@ -16,6 +16,7 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES
+from rltrain.models.vision import Tower
 from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import whole_tensors_layout
@@ -27,6 +28,7 @@ from tests.forked.popen import REPOSITORY
 from tests.sglang.servers import CPU, PART_BYTES, call, checksums, connected, greedy, running
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
+from tests.support.vision_checkpoints import write_checkpoint as write_vision_checkpoint
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
@@ -77,6 +79,7 @@ TINY = {
     "qwen3_5_moe_text": Tiny("qwen3_5_moe"),
 }
 QUICK = ("phi3",)
+WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 
 def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -150,10 +153,41 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
     server.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("kind", WITH_A_TOWER)
+def test_a_tower_is_loaded_if_it_is_part_of_the_model(
+    kind: Tower, sees: bool, start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Otherwise the server keeps its own one, which no text uses."""
+    checkpoint = tmp_path / "model"
+    write_vision_checkpoint(checkpoint, kind, num_position_embeddings=64, intermediate_size=64)
+    architecture = read_architecture(checkpoint, sees=sees)
+    server = start_server(checkpoint, model_config=model_config_of(architecture), needs_tokenizer=True)
+    with connected(server) as client:
+        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+        call(server, "/update_weights_from_disk", from_files)
+        (expected,) = checksums(server)
+        parts = split(whole_tensors_layout(architecture, Grid((0,))), PART_BYTES)
+        names = NamedWeights.of(architecture)
+        delivery = Delivery(parts, 0, device=CPU, keep=False, group=None, call=client.call, names=names)
+        delivery.check_layout()
+        delivery.begin()
+        for number, part in enumerate(parts):
+            load_parameters(checkpoint, part, 0, delivery.tensors(number))
+            delivery.arrived(number)
+        delivery.finish(1)
+        (found,) = checksums(server)
+        others = {name for name in found if found[name] != expected[name]}
+        assert all(name.startswith("visual.") for name in others) and bool(others) == (not sees)
+        delivery.close()
+    server.kill()
+
+
 def test_every_family_by_names_is_loaded_here() -> None:
-    """Qwen3-Next needs CUDA to be built. The others have the language model of another family."""
-    with_a_tower = {"qwen3_5", "qwen3_5_moe"}
-    assert {name.split(",")[0] for name in TINY} == {*BY_NAMES_IN_SGLANG} - with_a_tower - {"qwen3_next"}
+    """Except for Qwen3-Next, which needs CUDA to be built."""
+    loaded = {*WITH_A_TOWER, *(name.split(",")[0] for name in TINY)}
+    assert loaded == {*BY_NAMES_IN_SGLANG} - {"qwen3_next"}
 
 
 @pytest.fixture(scope="module")
