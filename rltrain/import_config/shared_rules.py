@@ -90,13 +90,12 @@ FROM_REPLAY = "enable_return_routed_experts"
 def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
     """Selects SGLang for SGLang and vLLM. `arguments` are arguments of SGLang's server.
 
-    The embedded engine is used for expert parallelism, latent attention, and families not served by SGLang here.
+    The embedded engine is used for expert parallelism, and for families not served by SGLang here.
     """
-    latent = translation.has_latent_attention(out.get("model.path"))
     family = translation.model_config(out.get("model.path")).get("model_type")
     own = family is not None and family not in SERVED_BY_SGLANG
     ep = ep if isinstance(ep, int) else 1
-    if named in SERVED_APART and ep == 1 and not latent and not own:
+    if named in SERVED_APART and ep == 1 and not own:
         out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang instead")
         arguments = {name: value for name, value in arguments.items() if name != FROM_REPLAY}
         if arguments:
@@ -104,7 +103,6 @@ def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, An
         return
     reasons = {
         "it supports expert parallelism": ep > 1,
-        "it supports latent attention": latent,
         f"it supports {family}": own,
         "it is always available": True,
     }

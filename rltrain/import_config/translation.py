@@ -33,10 +33,6 @@ def model_config(path: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def has_latent_attention(path: object) -> bool:
-    return "kv_lora_rank" in model_config(path)
-
-
 def language_model(path: object) -> dict[str, Any]:
     """Returns `model_config`, or its part for the language model if the model also encodes images."""
     config = model_config(path)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from selectors import EVENT_READ
 from typing import Any
 
+import torch
+
 from tests.forked.zygote import Child, Zygote, become, prepare_forks
 
 PRELOADED = (
@@ -55,6 +57,9 @@ def forget_temporary_folder() -> None:
 
 def main() -> None:
     prepare_forks(sys.argv[1], PRELOADED)
+    if not torch.cuda.is_available():
+        # SGLang's Qwen3-Next asks for the current CUDA device even on a CPU.
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     become(ServersZygote(sys.argv[1]).serve(), forget_temporary_folder)
 
 

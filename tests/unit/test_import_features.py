@@ -251,7 +251,7 @@ def test_fewer_prompts_than_replicas_or_engines_make_both_wider(tmp_path: Path) 
 
 
 def test_families_that_sglang_has_not_are_served_by_the_own_engine(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron"}))
     assert found_of("slime", "", tmp_path).get("rollout.engine") == "embedded"
     assert found_of("slime", "").get("rollout.engine") == "sglang"
 

@@ -36,9 +36,11 @@ from rltrain.rollout.servers.sglang_process import (
     Server,
     ServerSpec,
     check_arguments,
+    model_config_of,
     server_arguments,
     server_environment,
 )
+from tests.support.model_shards import tiny_architecture
 from tests.support.schedule_configs import make_config
 from tests.support.server_stand_in import write_interpreter
 
@@ -458,13 +460,31 @@ def test_weights_in_fp8_are_announced_as_a_checkpoint_of_them_announces_itself(t
     assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
 
 
+def test_keys_that_transformers_leaves_out_of_config_json_are_told(tmp_path: Path) -> None:
+    of = {name: model_config_of(tiny_architecture(name)) for name in ("qwen3", "hy_v3", "phi3", "qwen3_5_text")}
+    towered = model_config_of(replace(tiny_architecture("qwen3_5_text"), family="qwen3_5"))
+    assert of["qwen3"] == {}
+    assert of["hy_v3"] == {"route_norm": True, "qk_norm": True, "first_k_dense_replace": 1}
+    assert of["phi3"] == {"partial_rotary_factor": 1.0}
+    assert of["qwen3_5_text"] == towered["text_config"] == {"full_attention_interval": 2}
+    spec = make_spec(tmp_path, json_model_override_args='{"text_config": {"rope_theta": 1.0}}')
+    own = server_arguments(replace(spec, model_config=towered), 1, 2)["own"]
+    assert json.loads(own["json_model_override_args"])["text_config"] == {
+        "rope_theta": 1.0,
+        "full_attention_interval": 2,
+    }
+
+
 @pytest.mark.parametrize("role", ["rollout", "judge"])
-@pytest.mark.parametrize("ranks, dtype, key", [((0, 1), "auto", "parallel.tp"), ((0,), "fp8", "dtype")])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "key"), [((0, 1), "auto", "parallel.tp"), ((0,), "fp8", "dtype"), ((0,), "auto", "engine")]
+)
 def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: str, key: str, role: str) -> None:
     config = make_config(**{role: {"engine": "sglang", "dtype": dtype}})
     world = SimpleNamespace(device=torch.device("cpu"))
-    site = SimpleNamespace(role=role, settings=getattr(config, role), ranks=ranks, world=world)
-    with pytest.raises(ConfigError, match=f"{role}.{key}: got .* without a GPU; expected .*{role}.engine: embedded"):
+    of_site = {"settings": getattr(config, role), "ranks": ranks, "architecture": tiny_architecture("deepseek_v3")}
+    site = SimpleNamespace(role=role, world=world, **of_site)
+    with pytest.raises(ConfigError, match=f"{role}.{key}: got .* without a GPU; expected .*embedded"):
         build_sglang(site, leave=lambda: None)  # type: ignore[arg-type]
 
 

@@ -460,16 +460,16 @@ def _check_device(site: EngineSite) -> None:
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
             f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
         )
+    if site.settings.dtype == "fp8":
+        raise ConfigError(
+            f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, because SGLang "
+            f"multiplies in FP8 only on GPUs, or {site.role}.engine: embedded"
+        )
     in_sglang = FAMILIES[site.architecture.family].sglang
     if in_sglang and in_sglang.needs_gpu:
         raise ConfigError(
             f"{site.role}.engine: got sglang without a GPU; expected embedded, because SGLang computes a model of "
             f"{site.architecture.family} only on GPUs"
-        )
-    if site.settings.dtype == "fp8":
-        raise ConfigError(
-            f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, because SGLang "
-            f"multiplies in FP8 only on GPUs, or {site.role}.engine: embedded"
         )
 
 

@@ -329,13 +329,20 @@ def model_config_of(architecture: Architecture) -> Mapping[str, Any]:
         keys[PARTIAL_ROTARY] = (architecture.rotary_dim or architecture.head_dim) / architecture.head_dim
     if FULL_ATTENTION_INTERVAL in keys:
         keys[FULL_ATTENTION_INTERVAL] = [kind.delta for kind in architecture.layer_kinds].index(False) + 1
-    return {family.nested: keys} if keys and family.nested else keys
+    if not keys or family.nested is None:
+        return keys
+    return {family.nested: keys, "vision_config": {"deepstack_visual_indexes": []}}  # Qwen3.5's towers
 
 
 def _overrides(spec: ServerSpec) -> dict[str, Any]:
     """Returns the override of config.json. For FP8 it declares FP8 weights, which the checkpoint itself has not."""
     own = {**spec.model_config, **({"quantization_config": FP8_CHECKPOINT} if spec.fp8 else {})}
-    return {MODEL_OVERRIDES: json.dumps({**json.loads(spec.args.get(MODEL_OVERRIDES, "{}")), **own})} if own else {}
+    given = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
+    merged = {
+        key: {**given[key], **value} if isinstance(value, Mapping) and isinstance(given.get(key), dict) else value
+        for key, value in own.items()
+    }
+    return {MODEL_OVERRIDES: json.dumps({**given, **merged})} if own else {}
 
 
 def _adapters(adapter: AdapterSpec) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _damage(fields: Sequence[Any], memory: Tensor) -> str | None:
 
 def _give(model: Any, tensors: dict[str, Tensor]) -> None:
     """Gives tensors to the model's loader. Raises ValueError if it ignores one, while parameters are marked."""
-    if not model.rltrain_marked:
+    if not getattr(model, "rltrain_marked", False):
         model.load_weights(_complete(model, tensors))
         return
     watched = {name: tensor.as_subclass(_Watched) for name, tensor in tensors.items()}
@@ -232,7 +232,7 @@ def _mark(model: Any) -> None:
 
 def _refuse_marks(model: Any, absent: Sequence[str]) -> None:
     """Raises ValueError if the model's loader has left out elements of a parameter."""
-    if not model.rltrain_marked:
+    if not getattr(model, "rltrain_marked", False):
         return
     own = _own_parameters(model)
     for name, bits in _bits_of(model):

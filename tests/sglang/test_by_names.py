@@ -1,7 +1,9 @@
 """Families whose weights SGLang's own loader puts in place, by the names of the checkpoint."""
 
 import json
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +16,19 @@ from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES
+from rltrain.models.vision import Tower
+from rltrain.reshard.checksums import checksum_of
 from rltrain.reshard.layout import Layout, split
 from rltrain.rollout.layout import whole_tensors_layout
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.sglang_process import Server, model_config_of
+from rltrain.rollout.servers.sglang_process import SERVER_FOLDER, Server, model_config_of
 from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 from rltrain.runtime.grid import Grid
+from tests.forked.popen import REPOSITORY
 from tests.sglang.servers import CPU, PART_BYTES, call, checksums, connected, greedy, running
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
+from tests.support.vision_checkpoints import write_checkpoint as write_vision_checkpoint
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
@@ -69,16 +75,19 @@ TINY = {
     "minimax_m2": Tiny("minimax_m2"),
     "hy_v3": Tiny("hy_v3"),
     "gpt_oss": Tiny("gpt_oss", args={"attention_backend": "intel_amx"}),
+    "qwen3_next": Tiny("qwen3_next", SPARSE),
     "qwen3_5_text": Tiny("qwen3_5"),
     "qwen3_5_moe_text": Tiny("qwen3_5_moe"),
 }
 QUICK = ("phi3",)
+WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 
 def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
     kind, settings = CHECKPOINTS[tiny.name]
     monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, {**settings, **tiny.settings}))
     make_family_checkpoint(tiny.name, folder)
+    (folder / "expected.safetensors").unlink()  # SGLang would load its tensors too
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **tiny.keys}))
     (folder / "configuration_mimo.py").write_text(OWN_CODE)
@@ -127,7 +136,8 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
     assert architecture.family == name.split(",")[0]
     server = start_server(checkpoint, model_config=model_config_of(architecture), args=tiny.args)
     with connected(server) as client:
-        call(server, "/update_weights_from_disk", {"model_path": str(checkpoint), "load_format": "auto"})
+        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+        call(server, "/update_weights_from_disk", from_files)
         expected = checksums(server)
         delivery = delivery_by_names(client, checkpoint)
         delivery.check_layout()
@@ -144,10 +154,39 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
     server.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("kind", WITH_A_TOWER)
+def test_a_tower_is_loaded_if_it_is_part_of_the_model(
+    kind: Tower, sees: bool, start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Otherwise the server keeps its own one, which no text uses."""
+    checkpoint = tmp_path / "model"
+    write_vision_checkpoint(checkpoint, kind, num_position_embeddings=64, intermediate_size=64)
+    architecture = read_architecture(checkpoint, sees=sees)
+    server = start_server(checkpoint, model_config=model_config_of(architecture), needs_tokenizer=True)
+    with connected(server) as client:
+        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+        call(server, "/update_weights_from_disk", from_files)
+        (expected,) = checksums(server)
+        parts = split(whole_tensors_layout(architecture, Grid((0,))), PART_BYTES)
+        names = NamedWeights.of(architecture)
+        delivery = Delivery(parts, 0, device=CPU, keep=False, group=None, call=client.call, names=names)
+        delivery.check_layout()
+        delivery.begin()
+        for number, part in enumerate(parts):
+            load_parameters(checkpoint, part, 0, delivery.tensors(number))
+            delivery.arrived(number)
+        delivery.finish(1)
+        (found,) = checksums(server)
+        others = {name for name in found if found[name] != expected[name]}
+        assert all(name.startswith("visual.") for name in others) and bool(others) == (not sees)
+        delivery.close()
+    server.kill()
+
+
 def test_every_family_by_names_is_loaded_here() -> None:
-    """Qwen3-Next needs CUDA to be built. The others have the language model of another family."""
-    with_a_tower = {"qwen3_5", "qwen3_5_moe"}
-    assert {name.split(",")[0] for name in TINY} == {*BY_NAMES_IN_SGLANG} - with_a_tower - {"qwen3_next"}
+    assert {*WITH_A_TOWER, *(name.split(",")[0] for name in TINY)} == {*BY_NAMES_IN_SGLANG}
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +259,35 @@ def test_a_tensor_that_the_server_ignores_is_reported(
             deliver(delivery, other, 1)
         delivery.close()
     server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_ranks_of_a_server_exchange_their_tensors(real_sglang_python: str, tmp_path: Path, is_damaged: bool) -> None:
+    """Both ranks load both tensors, or none of them if a rank finds a damaged one."""
+    values = [torch.arange(4.0) + rank for rank in (0, 1)]
+    shares = [[[f"t{rank}", "float32", [4], 0, checksum_of(values[rank])]] for rank in (0, 1)]
+    address, processes = f"file://{tmp_path}/meeting", []
+    for rank in (0, 1):
+        (tmp_path / f"memory{rank}").write_bytes(values[rank - (is_damaged and rank == 1)].numpy().tobytes())
+        memory = {"kind": "file", "id": "m", "path": f"{tmp_path}/memory{rank}", "bytes": 16}
+        reply = tmp_path / f"reply{rank}"
+        reply.touch()
+        message = {"op": "load_names", "id": "i", "reply": str(reply), "memory": memory, "shares": shares, "rank": rank}
+        text = json.dumps({**message, "begins": True, "marks": False})
+        command = [real_sglang_python, "-W", "ignore", "-m", "tests.sglang.loading_ranks", str(rank), address, text]
+        path = f"{REPOSITORY}:{SERVER_FOLDER}"
+        processes.append(
+            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+        )
+    told = [process.communicate(timeout=TIMEOUT_S)[0].splitlines()[-1] for process in processes]
+    errors = [json.loads((tmp_path / f"reply{rank}").read_text())["error"] for rank in (0, 1)]
+    if is_damaged:
+        assert "another rank of the server" in errors[0] and "tensor t1 differs from what was staged" in errors[1]
+        assert [json.loads(line) for line in told] == [{"t0": [0.0] * 4, "t1": [0.0] * 4}] * 2
+        return
+    assert errors == [None, None]
+    assert [json.loads(line) for line in told] == [{"t0": values[0].tolist(), "t1": values[1].tolist()}] * 2
 
 
 def test_a_job_draws_from_the_weights_that_it_trains(
