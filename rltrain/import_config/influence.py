@@ -90,6 +90,8 @@ class KeyRules:
     """Name in the file of defaults."""
     conditions: Mapping[str, Condition] = field(default_factory=dict)
     """Further conditions of this run."""
+    switches: tuple[str, ...] = ()
+    """Keys without influence while they are off, of a trainer without a list of defaults."""
 
 
 def by_pattern(told: str) -> dict[str, tuple[str, ...]]:
@@ -126,6 +128,8 @@ def settle(key: str, value: Any, out: Translation, keys: SourceKeys) -> None:
         out.leave(key, value, f"the default of {out.framework}")
     elif (reason := _reason(key, out, rules)) is not None:
         out.leave(key, value, reason)
+    elif key in rules.switches and value in OFF:
+        out.leave(key, value, "off")
     elif known and key not in known and value in OFF:
         out.leave(key, value, f"off, and no key of {out.framework}'s own")
     else:

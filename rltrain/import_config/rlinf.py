@@ -3,11 +3,12 @@
 from typing import Any
 
 from rltrain.config.foreign import RLINF
-from rltrain.import_config.influence import KeyRules, by_pattern, sort_out
+from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_action_heads, set_vision
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
+    WHITENED,
     RowCounts,
     SourceKeys,
     Translation,
@@ -57,13 +58,31 @@ speed or memory only: actor.* inference.* algorithm.logprob_forward_micro_batch_
     algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
     algorithm.val_rollout_batch_size_per_gpu megatron.*
 processes of the reward: reward.*
-no entropy term: algorithm.entropy_bonus
+no entropy term: algorithm.entropy_bonus algorithm.calculate_entropy
+no penalty: algorithm.kl_penalty_type algorithm.kl_penalty
+no correction of weights: algorithm.importance_sampling_clip
+no critic: algorithm.gae_lambda algorithm.value_clip algorithm.huber_delta
+no discounts: algorithm.gamma
+given by clip_ratio_low and clip_ratio_high: algorithm.ratio_clip_eps
+steps are given: runner.max_epochs
 no critic: critic.*
 other sampling settings: algorithm.sampling_params.*
 every mini-batch has samples of as many prompts as possible: algorithm.shuffle_rollout
 settings of Hydra: hydra.* --*
 logs only: profiler.*
 """)
+
+
+SWITCHES = (
+    *("algorithm.use_valid_token_scale", "algorithm.normalize_advantages", "algorithm.importance_sampling_fix"),
+    *("algorithm.calculate_entropy_loss", "algorithm.recompute_logprobs", "algorithm.max_num_gen_batches"),
+)
+
+
+def conditions(keys: SourceKeys) -> dict[str, Condition]:
+    """Returns the checks of reasons that depend on the source's keys."""
+    ends = [keys.get(f"algorithm.clip_ratio_{end}") for end in ("low", "high")]
+    return {"given by clip_ratio_low and clip_ratio_high": lambda _: not any(end in NOTHING for end in ends)}
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
@@ -91,7 +110,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
-    sort_out(keys, out, KeyRules(HARMLESS, "rlinf"))
+    sort_out(keys, out, KeyRules(HARMLESS, "rlinf", conditions(keys), SWITCHES))
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
@@ -206,10 +225,9 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     out.set("algorithm", algorithm, "algorithm.adv_type")
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", keys.real("algorithm.gae_lambda", 0.95), "algorithm.gae_lambda")
-        out.set("advantages.whiten", keys.truth("algorithm.normalize_advantages", True), "normalize_advantages")
     elif "advantages.gamma" in out.settings:
         del out.settings["advantages.gamma"]
-    keys.get("algorithm.normalize_advantages")
+    _normalize(keys, out, algorithm)
     kind = keys.text("algorithm.loss_type", "actor")
     if kind not in ("actor", "actor_critic", "math_ppo_actor"):
         out.differs("algorithm.loss_type", kind, "only the loss of PPO is supported")
@@ -233,6 +251,16 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     cap = keys.get("algorithm.importance_sampling_clip")
     if keys.truth("algorithm.importance_sampling_fix", False) and cap not in NOTHING:
         out.set("loss.correction.high", real(cap), "algorithm.importance_sampling_clip")
+
+
+def _normalize(keys: SourceKeys, out: Translation, algorithm: str) -> None:
+    """Sets the normalisation of advantages over the batch. RLinf has it for every algorithm."""
+    key = "algorithm.normalize_advantages"
+    normalizes = keys.truth(key, algorithm == "ppo")
+    if algorithm in WHITENED:
+        out.set("advantages.whiten", normalizes, key)
+    elif normalizes:
+        out.differs(key, True, f"advantages of {algorithm} are not normalised over the batch here")
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:

@@ -441,3 +441,14 @@ def test_what_keys_of_rlinf_set(more: dict[str, Any], expected: dict[str, Any], 
 def test_what_keys_of_rlinf_are_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         of_rlinf(tmp_path, **more)
+
+
+def test_rlinfs_normalized_advantages_are_named(tmp_path: Path) -> None:
+    def of(kind: str, normalizes: bool) -> Translation:
+        return of_rlinf(tmp_path, algorithm={"adv_type": kind, "normalize_advantages": normalizes})
+
+    with pytest.raises(ConfigError, match="normalize_advantages: True: advantages of grpo are not normalised"):
+        of("grpo", normalizes=True)
+    found = of("grpo", normalizes=False)
+    assert [one.key for one in found.leftovers if one.key.endswith("normalize_advantages")]
+    assert of("reinpp", normalizes=True).get("advantages.whiten") is True
