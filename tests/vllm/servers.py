@@ -37,12 +37,17 @@ ENVIRONMENT = {
 ARGUMENTS = ("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager", "--max-num-seqs", "16")
 
 
+DEFAULTS = {"eos_token_id": 0, "do_sample": True, "temperature": 0.5, "top_k": 1, "repetition_penalty": 3.0}
+"""A generation_config.json, of which requests of a job must take nothing."""
+
+
 def write_models(folder: Path, family: str, **sizes: object) -> list[Path]:
     """Writes two checkpoints of one architecture, with widely spread weights and the quickstart's tokenizer."""
     paths = [folder / f"{seed}" for seed in (0, 1)]
     for seed, path in enumerate(paths):
         own = {"vocab_size": VOCAB_SIZE, "eos_token_id": 0, "pad_token_id": 1}
         write_checkpoint(path, family, seed=seed, **WIDE_HEADS, **own, **sizes)
+        (path / "generation_config.json").write_text(json.dumps(DEFAULTS))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(REPOSITORY / "tests/warmed_up" / name, path)
     return paths

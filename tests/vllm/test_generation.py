@@ -87,11 +87,11 @@ def kept(probabilities: torch.Tensor, top_p: float, top_k: int) -> list[int]:
 
 
 def test_defaults_of_a_checkpoint_do_not_change_the_sampling(rig: Rig) -> None:
-    """The stop tokens of a job alone end responses. The end-of-text token of the checkpoint is one of its tokens."""
+    """The checkpoint has an end-of-text token, top_k 1, and a penalty of repetition. The job has none of them."""
     found = rig.engine.generate(
         [replace(one, prompt=(3, 5)) for one in requests(16)], SamplingParams(1.0, 1.0, 0, 60, ())
     )
-    assert {len(done.tokens) for done in found} == {60}
+    assert {len(done.tokens) for done in found} == {60} and len({done.tokens for done in found}) == len(found)
     assert any(0 in done.tokens[:-1] for done in found)
 
 
