@@ -383,7 +383,7 @@ def test_experts_that_cannot_be_shared_out_so_are_refused(expected, given):
 
 def test_a_dense_critic_beside_an_actor_with_experts_needs_sizes_of_its_own():
     actor, critic = (tiny_architecture(family, max_positions=4096) for family in ("qwen3_moe", "qwen3"))
-    settings = {**PPO, "critic": {"path": "c"}, "rollout": {"engine": "sglang"}, "actor": {"parallel": {"ep": 2}}}
+    settings = {**PPO, "critic": {"path": "c"}, "actor": {"parallel": {"ep": 2}}}
     expected = "actor.parallel.ep: got 2; expected 1, or critic.parallel: the model of role critic has no experts"
     with pytest.raises(ConfigError, match=re.escape(expected)) as refused:
         check_in_world_of_8(actor, own={"critic": critic}, **settings)
@@ -436,8 +436,8 @@ ENGINES = {
         "qwen3_moe",
         {"engine": "sglang", "parallel": {"tp": 2, "ep": 2}},
     ),
-    "rollout.engine: got sglang, but the model in m (model.path) has latent attention": (
-        "deepseek_v3",
+    "rollout.engine: got sglang, but the model in m (model.path) has model_type nemotron": (
+        "nemotron",
         {"engine": "sglang"},
     ),
     "ep: got 8, which does not divide the 12 experts": ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}),

@@ -154,7 +154,7 @@ def test_the_size_of_groups_of_experts_in_engines_is_listed() -> None:
 
 
 def test_the_engine_is_chosen_for_the_users_own_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    (tmp_path / "config.json").write_text('{"model_type": "nemotron"}')
     text = VERL.replace("MORE", "").replace("\n", " ")
     assert imported("verl", [text]).get("rollout.engine") == "sglang"
     found = imported("verl", [text], settings=[f"model.path={tmp_path}"], gpu="none")
