@@ -8,8 +8,8 @@ interpreters. This program starts and ends them, and asks them over loopback as 
 prompts and sample at temperature 1 without truncation. All except `generate` also return every token's log-prob. The
 largest difference to the log-probs of transformers' model is reported, which is the model that `backend: fsdp` trains.
 
-Each repeat times the engines in turn, so other load on the machine affects all alike. Medians are reported, and the
-ratio of the first engine to each other one. Tokens after a sequence's end are not counted. The last line is one JSON
+Each repeat times the engines in turn, so other load on the machine affects all alike. A run before the timed one warms
+the engine up. Medians are reported, and the ratio of the first engine to each other one. Tokens after a sequence's end are not counted. The last line is one JSON
 object.
 
 Without --model a Qwen3 of the quickstart's size with random weights is made. Each of its tokens ends the sequence with
@@ -347,12 +347,12 @@ def measure(
 ) -> dict[str, str | float]:
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     drawn: dict[str, Sequence[Sample]] = {}
-    for seed in range(repeats + 1):
+    for seed in range(repeats):
         for name, contestant in contestants.items():
+            contestant.run(case, prompts, seed)  # the others' runs have left the processor's caches without its data
             start = time.perf_counter()
-            count, drawn[name] = contestant.run(case, prompts, seed)
-            if seed:  # the first round warms up
-                speeds[name].append(count / (time.perf_counter() - start))
+            count, drawn[name] = contestant.run(case, prompts, repeats + seed)
+            speeds[name].append(count / (time.perf_counter() - start))
     medians = {name: statistics.median(of_name) for name, of_name in speeds.items()}
     first, *others = medians
     return {
