@@ -9,8 +9,8 @@ prompts and sample at temperature 1 without truncation. All except `generate` al
 largest difference to the log-probs of transformers' model is reported, which is the model that `backend: fsdp` trains.
 
 Each repeat times the engines in turn, so other load on the machine affects all alike. A run before the timed one warms
-the engine up. Medians are reported, and the ratio of the first engine to each other one. Tokens after a sequence's end are not counted. The last line is one JSON
-object.
+the engine up. Medians are reported, and the ratio of the first engine to each other one. Tokens after a sequence's end
+are not counted. The last line is one JSON object.
 
 Without --model a Qwen3 of the quickstart's size with random weights is made. Each of its tokens ends the sequence with
 a probability near 1/15. So lengths have a long tail in the cases with stop tokens. Its heads are 64 wide if vLLM takes
