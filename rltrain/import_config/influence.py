@@ -18,6 +18,7 @@ from rltrain.import_config.translation import (
     SourceKeys,
     Translation,
     UntranslatableError,
+    only_positions,
     overridden_key,
     says,
     truth,
@@ -168,6 +169,8 @@ def sort_out_override(key: str, value: Any, out: Translation) -> None:
         out.differs(key, value, "it has no counterpart here")
     elif says(out.get("model.path"), overridden, value):
         out.leave(key, value, "config.json of model.path has the same value")
+    elif only_positions(out.get("model.path"), overridden):
+        out.leave(key, value, "without scaling of RoPE it changes no number; the dry run checks the context length")
     else:
         out.differs(
             key, value, f"set {'.'.join(overridden)} in config.json of model.path instead; every part of a run reads it"

@@ -62,6 +62,15 @@ def says(path: object, overridden: tuple[str, ...], value: Any) -> bool:
     return bool(found == value)
 
 
+def only_positions(path: object, overridden: tuple[str, ...]) -> bool:
+    """Returns whether an override changes only how many positions the model's config.json allows. It then has rotary
+    embeddings without scaling, which are the same for every number of positions."""
+    config = language_model(path)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return overridden == ("max_position_embeddings",) and bool(config) and not is_scaled
+
+
 # The result of an import.
 
 PLACEMENT = "placement."

@@ -423,6 +423,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     set_kl(keys, out)
     set_correction(keys, out)
     _data(keys, out)
+    _tokenizers(keys, out)
     set_reward(keys, out)
     _engine(keys, out)
     _records(keys, out)
@@ -621,6 +622,18 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     if rows not in NOTHING and count(rows) > 0:
         data["max_rows"] = count(rows)
     set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
+
+
+def _tokenizers(keys: SourceKeys, out: Translation) -> None:
+    """Compares the tokenizers of actor and critic with that of model.path, which every role uses."""
+    for model, role in (("actor_rollout_ref.model.", "actor"), ("critic.model.", "critic")):
+        given = keys.get(model + "tokenizer_path")
+        if given in NOTHING or role not in out.placed:
+            continue
+        if str(given) == str(out.get("model.path")):
+            out.leave(model + "tokenizer_path", given, "model.path has this tokenizer")
+        else:
+            out.differs(model + "tokenizer_path", given, "copy its files to model.path; every role reads them there")
 
 
 def _engine(keys: SourceKeys, out: Translation) -> None:

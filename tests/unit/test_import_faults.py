@@ -10,7 +10,7 @@ from rltrain.import_config.command import imported
 from rltrain.import_config.translation import RowCounts, Translation
 from tests.unit.test_import_features import SKYRL, SLIME, VERL, found_of
 
-A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+A, R, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OVERLONG = "reward_model.overlong_buffer."
 
 
@@ -162,6 +162,28 @@ def test_the_engine_is_chosen_for_the_users_own_model(tmp_path: Path) -> None:
 
 
 # What is refused and need not be.
+
+
+def test_more_positions_are_no_other_model_unless_rope_is_scaled(tmp_path: Path) -> None:
+    config, override = tmp_path / "config.json", f"{MODEL}override_config.max_position_embeddings"
+    config.write_text('{"model_type": "qwen2", "max_position_embeddings": 32768}')
+    found = found_of("verl", f"+{override}=65536", tmp_path)
+    assert [one.reason for one in found.leftovers if one.key == override] == [
+        "without scaling of RoPE it changes no number; the dry run checks the context length"
+    ]
+    config.write_text('{"model_type": "qwen2", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}')
+    with pytest.raises(ConfigError, match="max_position_embeddings in config.json of model.path instead"):
+        found_of("verl", f"+{override}=65536", tmp_path)
+
+
+def test_a_tokenizer_is_that_of_the_model(tmp_path: Path) -> None:
+    key = f"{MODEL}tokenizer_path"
+    found = found_of("verl", f"{key}={tmp_path} critic.model.tokenizer_path=/another", tmp_path)
+    reasons = {one.key: one.reason for one in found.leftovers}
+    assert reasons[key] == "model.path has this tokenizer"
+    assert reasons["critic.model.tokenizer_path"] == "no critic"
+    with pytest.raises(ConfigError, match="tokenizer_path: '/another': copy its files to model.path"):
+        found_of("verl", f"{key}=/another", tmp_path)
 
 
 HARMLESS = [
