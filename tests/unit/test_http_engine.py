@@ -90,6 +90,7 @@ class Rig:
         slots: int = 4,
         weights: Weights | None = None,
         images: ServerImages | None = None,
+        protocol: str = "auto",
         **settings: Any,
     ) -> HttpEngine:
         if not self.file.exists():
@@ -107,7 +108,7 @@ class Rig:
             access,
             weights,
             Http(**limits),
-            protocol="auto",
+            protocol=protocol,
             role="rollout",
             max_running_requests=slots,
             max_context_tokens=400,
@@ -419,6 +420,12 @@ def test_where_nothing_is_trained_it_draws_by_its_own(rig: Rig) -> None:
         ({}, {"context": 100}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
         ({}, {"kind": "vllm", "has_experts": True}, "vLLM's build for CPUs computes other results after a reload"),
         ({}, {"kind": "vllm", "scale_out": False}, "no /inference/v1/generate; start vLLM .* --enable-scale-out"),
+        (
+            {"protocol": "openai"},
+            {"kind": "sglang"},
+            "is a server of sglang; expected protocol: sglang or auto, got openai",
+        ),
+        ({"protocol": "openai"}, {"kind": "vllm"}, "is a server of vllm; expected protocol: vllm or auto, got openai"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_at_the_start(

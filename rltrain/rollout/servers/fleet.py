@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,21 @@ async def protocol_of(calls: Calls, named: str) -> ServerProtocol:
     """Returns the protocol with the name `named`, from rollout.protocol. "auto" asks the server for the owner of its
     models.
 
-    Raises as `Calls` does.
+    Raises as `Calls` does, and ServerRefuses for "openai" if the server has a protocol of its own. Through OpenAI's API
+    SGLang would refuse weights while it is not idle, and vLLM would add the checkpoint's own limits to the sampling.
     """
-    if named != "auto":
+    if named not in ("auto", OpenAIProtocol.name):
         return PROTOCOLS[named]
     try:
         listed = (await calls.get(MODELS))["data"]
     except ServerRefuses as refused:
         how = "; set rollout.protocol to the protocol of the server" if refused.status in NO_SUCH_ROUTE else ""
         raise ServerRefuses(f"{refused}{how}", refused.status) from None
-    return PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
+    found = PROTOCOLS.get(str(listed[0].get("owned_by")), PROTOCOLS["openai"])
+    if named not in ("auto", found.name):
+        told = f"{calls.url} is a server of {found.name}; expected protocol: {found.name} or auto, got {named}"
+        raise ServerRefuses(told, HTTPStatus.BAD_REQUEST)
+    return found
 
 
 logger = logging.getLogger(__name__)
