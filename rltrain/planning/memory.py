@@ -52,7 +52,7 @@ MEMORY_CHECKPOINTS = 4
 """Most checkpoints of a rank in its node's memory, with copies on the next node: two complete, two being written."""
 POSITIONS_MULTIPLE = 8
 """Positions of the embedded engine's cache are a multiple of this."""
-SGLANG_STAGING_SLOTS = 2
+STAGING_SLOTS = 2
 SGLANG_EXPERT_BYTES = 4
 """Bytes of an expert's number in SGLang's record of choices."""
 SGLANG_MEMORY_FRACTION = 0.85
@@ -264,12 +264,10 @@ def _merged(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:
     """Returns the bytes of staging memory of weights on their way to a server."""
     served = job.config.served(role)
-    if served.engine == "http":
-        num_parts = 2 if served.http.weights == "group" else 1
-        return {"staging": int(num_parts * served.http.staging_mb * MIB)}
-    if served.engine != "sglang":
+    if served.engine == "embedded":
         return {}
-    return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}
+    slots = 1 if served.engine == "http" and served.http.weights == "folder" else STAGING_SLOTS
+    return {"staging": slots * job.in_transfer_bytes_of(role)}
 
 
 def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:

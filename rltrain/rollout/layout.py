@@ -90,12 +90,17 @@ class EnginePart:
 
     def held_bytes(self, rank: int) -> int:
         """Returns the bytes of these parameters on a rank."""
+        return sum(self._parameter_bytes(rank))
+
+    def largest_bytes(self, rank: int) -> int:
+        """Returns the bytes of the largest of these parameters on a rank."""
+        return max(self._parameter_bytes(rank), default=0)
+
+    def _parameter_bytes(self, rank: int) -> Iterator[int]:
         layout = self.layout
         types = parameter_types(layout, layout.parts[layout.ranks.index(rank)])
-        return sum(
-            math.prod(shape) * int(ITEM_BYTES[kind])
-            for (_, shape), kind in zip(layout.on(rank).parameters, types, strict=True)
-        )
+        for (_, shape), kind in zip(layout.on(rank).parameters, types, strict=True):
+            yield math.prod(shape) * int(ITEM_BYTES[kind])
 
 
 def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
@@ -151,7 +156,8 @@ def staging_bytes(served: Served) -> int:
 
 
 def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
-    """Cuts an engine's parameters into parts of whole parameters with at most `max_bytes` each. Equal on all ranks."""
+    """Cuts an engine's parameters into parts of whole parameters with at most `max_bytes` each. A larger parameter is a
+    part of its own. Equal on all ranks."""
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
     parts = split(replace(whole.plain, types=as_held), max_bytes)
     return [
