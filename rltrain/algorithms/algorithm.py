@@ -54,6 +54,8 @@ class Algorithm:
     """Whether the run trains. Otherwise it is a single evaluation of model.path."""
     per_token: ClassVar[bool] = False
     """Whether every token of a response has its own advantage."""
+    whitens: ClassVar[bool] = False
+    """Whether advantages are whitened over a step if advantages.whiten is null."""
     needs_actor_squares: ClassVar[bool] = False
     """Whether the actor's evaluation before its first update must also compute the field actor_squares."""
     uses: ClassVar[frozenset[str]] = frozenset()
@@ -89,9 +91,10 @@ class Algorithm:
         given, defaults = self.config.advantages, Advantages()
         for key in sorted(given.model_fields_set - self.uses - USED_BY_ALL):
             value, default = getattr(given, key), getattr(defaults, key)
+            shown = "null" if default is None else default
             if value != default:
                 yield (
-                    f"advantages.{key}: got {value}; expected {default}, or no value: algorithm {self.name} does not "
+                    f"advantages.{key}: got {value}; expected {shown}, or no value: algorithm {self.name} does not "
                     "use it"
                 )
 
@@ -129,7 +132,8 @@ class Algorithm:
 
     def needs_whole_step(self) -> bool:
         """Returns whether `over_whole_step` changes advantages. If so, gradients wait for the step's last chunk."""
-        return "whiten" in self.uses and self.config.advantages.whiten
+        given = self.config.advantages.whiten
+        return "whiten" in self.uses and (self.whitens if given is None else given)
 
     def temperature(self) -> float:
         """Returns the sampling temperature for the actor's log-probs."""

@@ -28,6 +28,7 @@ class GroupRelative(Algorithm):
     A KL penalty in the reward is summed over the response and subtracted from its reward.
     """
 
+    uses = frozenset({"whiten"})
     compares: ClassVar[str] = "rewards"
     """Experience field passed to `of_groups`."""
 
@@ -69,7 +70,7 @@ class Grpo(GroupRelative):
     """
 
     name = "grpo"
-    uses = frozenset({"normalize_std"})
+    uses = frozenset({"normalize_std", "whiten"})
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)
@@ -92,6 +93,7 @@ class Gdpo(GroupRelative):
 
     name = "gdpo"
     uses = frozenset({"normalize_std", "whiten"})
+    whitens = True
     compares = "reward_parts"
 
     def problems(self) -> Iterator[str]:
@@ -192,7 +194,7 @@ class PassAtK(GroupRelative):
     """
 
     name = "pass_at_k"
-    uses = frozenset({"normalize_std", "k"})
+    uses = frozenset({"normalize_std", "k", "whiten"})
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -237,6 +239,7 @@ class ReMax(Algorithm):
     """
 
     name = "remax"
+    uses = frozenset({"whiten"})
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -273,6 +276,7 @@ class ReinforcePlusPlus(Algorithm):
     name = "reinforce_plus_plus"
     per_token = True
     uses = frozenset({"gamma", "whiten"})
+    whitens = True
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
         from rltrain.algorithms.advantages import with_returns_to_go
@@ -292,7 +296,7 @@ class ReinforcePlusPlusBaseline(GroupRelative):
     """
 
     name = "reinforce_plus_plus_baseline"
-    uses = frozenset({"whiten"})
+    whitens = True
 
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         return groups.centred(rewards)
@@ -379,6 +383,7 @@ class Ppo(Algorithm):
     name = "ppo"
     per_token = True
     uses = frozenset({"gamma", "gae_lambda", "whiten"})
+    whitens = True
 
     def needs(self) -> dict[str, str]:
         return {**super().needs(), "critic": f"algorithm {self.name}"}

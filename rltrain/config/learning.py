@@ -229,8 +229,9 @@ class Advantages(Section):
     """Discount per token."""
     gae_lambda: Share = 0.95
     """ppo: lambda of generalized advantage estimation. 0 relies on the critic's next value, 1 on rewards alone."""
-    whiten: bool = True
-    """Normalizes the advantages of a step's response tokens to mean 0 and standard deviation 1."""
+    whiten: bool | None = None
+    """Normalizes the advantages of a step's response tokens to mean 0 and standard deviation 1. null: true for ppo,
+    gdpo, reinforce_plus_plus and reinforce_plus_plus_baseline, else false."""
     k: Count = 4
     """pass_at_k: the k of pass@k. The best of every k samples counts."""
     scale_by: Literal["informative", "rewarded"] = "informative"

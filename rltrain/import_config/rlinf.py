@@ -8,7 +8,6 @@ from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
-    WHITENED,
     RowCounts,
     SourceKeys,
     Translation,
@@ -25,6 +24,7 @@ from rltrain.import_config.translation import (
     set_evaluation,
     set_named,
     set_steps,
+    set_whitening,
 )
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
@@ -257,10 +257,7 @@ def _normalize(keys: SourceKeys, out: Translation, algorithm: str) -> None:
     """Sets the normalisation of advantages over the batch. RLinf has it for every algorithm."""
     key = "algorithm.normalize_advantages"
     normalizes = keys.truth(key, algorithm == "ppo")
-    if algorithm in WHITENED:
-        out.set("advantages.whiten", normalizes, key)
-    elif normalizes:
-        out.differs(key, True, f"advantages of {algorithm} are not normalised over the batch here")
+    set_whitening(out, algorithm, normalizes, key)
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:

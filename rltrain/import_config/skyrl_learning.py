@@ -23,6 +23,7 @@ from rltrain.import_config.translation import (
     set_clip,
     set_named,
     set_overlong_penalty,
+    set_whitening,
     take_rewards,
     truth,
 )
@@ -206,10 +207,8 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     out.set("algorithm", algorithm, ALG + "advantage_estimator")
     if algorithm in WITH_STD and not by_std:
         out.set("advantages.normalize_std", False, ALG + "grpo_norm_by_std")
-    if algorithm in WHITENED:
-        out.set("advantages.whiten", whitens or algorithm != "gdpo", ALG + "advantage_batch_normalize")
-    elif whitens:
-        out.differs(ALG + "advantage_batch_normalize", True, f"advantages of {algorithm} are not normalised here")
+    always = algorithm in WHITENED and algorithm != "gdpo"
+    set_whitening(out, algorithm, whitens or always, ALG + "advantage_batch_normalize")
     _set_returns(keys, out, algorithm)
     _set_selection(keys, out)
 

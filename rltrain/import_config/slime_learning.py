@@ -19,6 +19,7 @@ from rltrain.import_config.translation import (
     number,
     ranks,
     real,
+    set_whitening,
     truth,
 )
 from rltrain.import_config.translation import top_k as top_k_of
@@ -244,12 +245,9 @@ def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
     if name == "ppo":
         out.set("advantages.gae_lambda", gae_lambda, "lambd, default 1")
         out.set("critic.value_clip", keys.real("value-clip", 0.2), "value-clip")
-    if name in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        out.set("advantages.whiten", whitens, "normalize-advantages")
-        if name != "reinforce_plus_plus_baseline" and gamma != 1:
-            out.set("advantages.gamma", gamma, "gamma")
-    elif whitens:
-        out.differs("normalize-advantages", True, f"advantages of {name} are not normalised over the batch here")
+    set_whitening(out, name, whitens, "normalize-advantages")
+    if name in ("ppo", "reinforce_plus_plus") and gamma != 1:
+        out.set("advantages.gamma", gamma, "gamma")
     alone = out.get("batch.samples_per_prompt") == 1
     if name in ("grpo", "gspo", "cispo"):
         plain = keys.truth("disable-grpo-std-normalization", False) or alone

@@ -475,8 +475,15 @@ ALGORITHMS = {
 }
 WITHOUT_COMPARISON = ("reinforce_plus_plus", "ppo", "remax")
 WHITENED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+"""Algorithms that whiten advantages here unless the config says otherwise."""
 DISCOUNTED = ("ppo", "reinforce_plus_plus")
 WITH_STD = ("grpo", "pass_at_k", "gdpo")
+
+
+def set_whitening(out: Translation, algorithm: str, whitens: bool, key: str) -> None:
+    """Sets the normalisation of advantages over a step's response tokens, from `key` of the source."""
+    if whitens or algorithm in WHITENED:
+        out.set("advantages.whiten", whitens, key)
 
 
 def take_rewards(out: Translation, estimator: str, key: str, *, whitens: bool) -> None:

@@ -205,8 +205,13 @@ def test_of_one_prompt_s_responses(samples: list[Row]) -> None:
 @given(rows(), st.integers(0, 20))
 def test_over_a_whole_step_whatever_replica_has_which_group(samples: list[Row], cut: int) -> None:
     ranks = [[row for row in samples if (row.group < cut) == first] for first in (True, False)]
-    for name, plain in (("reinforce_plus_plus_baseline", plain_centred), ("gdpo", plain_gdpo)):
-        algorithm = of(name)
+    whitening: dict[str, dict[str, object]] = {
+        "reinforce_plus_plus_baseline": {},
+        "gdpo": {},
+        "rloo": {"whiten": True},
+    }
+    for (name, more), plain in zip(whitening.items(), (plain_centred, plain_gdpo, plain_rloo), strict=True):
+        algorithm = of(name, **more)
         parts = [algorithm.with_advantages(packed(rank)) for rank in ranks if rank]
         sums = torch.stack([moments(part) for part in parts]).sum(0)
         replicas = Replicas(lambda _, sums=sums: sums)

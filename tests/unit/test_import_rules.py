@@ -102,7 +102,6 @@ SLIME: list[tuple[str, dict[str, Any]]] = [
 ]
 SLIME_REFUSED = [
     ("--advantage-estimator raft", "advantage-estimator: 'raft': there is no algorithm of this name"),
-    ("--normalize-advantages", "advantages of grpo are not normalised over the batch"),
     ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "the penalty is already in the loss"),
     ("--dynamic-sampling-filter-path mine.check", "set it as batch.dynamic_sampling.filter"),
     ("--rollout-function-path mine.rollout", "your own rollout loop becomes an environment"),
@@ -289,7 +288,6 @@ SKYRL: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 SKYRL_REFUSED = [
-    (f"{ALG}advantage_batch_normalize=true", "advantages of grpo are not normalised here"),
     (f"{ALG}use_kl_in_reward=true {GENERATOR}n_samples_per_prompt=1", "a single sample per prompt has its KL per tok"),
     (f"{ALG}advantage_estimator=mine", "no algorithm here has this estimator"),
     (f"{ALG}dynamic_sampling.type=replace", "only filter is supported"),
@@ -443,12 +441,11 @@ def test_what_keys_of_rlinf_are_refused(more: dict[str, Any], said: str, tmp_pat
         of_rlinf(tmp_path, **more)
 
 
-def test_rlinfs_normalized_advantages_are_named(tmp_path: Path) -> None:
+def test_rlinf_normalizes_advantages_of_every_algorithm(tmp_path: Path) -> None:
     def of(kind: str, normalizes: bool) -> Translation:
         return of_rlinf(tmp_path, algorithm={"adv_type": kind, "normalize_advantages": normalizes})
 
-    with pytest.raises(ConfigError, match="normalize_advantages: True: advantages of grpo are not normalised"):
-        of("grpo", normalizes=True)
+    assert of("grpo", normalizes=True).get("advantages.whiten") is True
     found = of("grpo", normalizes=False)
     assert [one.key for one in found.leftovers if one.key.endswith("normalize_advantages")]
     assert of("reinpp", normalizes=True).get("advantages.whiten") is True
