@@ -212,9 +212,9 @@ class Job:
 
     def hold_received_images(self, transfer: str, step: int, chunk: int, experience: Experience) -> None:
         """Holds the images of the experience of a transfer, as `hold_images` does."""
-        prompts = self.rows.prompts
-        rows = prompts.evaluations[chunk] if transfer == "evaluation_samples" else None
-        self.hold_images(experience, step, rows)
+        if experience.has("image_keys"):  # other jobs may have no prompts
+            evaluated = transfer == "evaluation_samples"
+            self.hold_images(experience, step, self.rows.prompts.evaluations[chunk] if evaluated else None)
 
 
 class Role:

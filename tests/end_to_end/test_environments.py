@@ -108,7 +108,7 @@ def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
     """The endpoint is in front of an engine of two ranks. It takes new weights while it generates for the actor
     elsewhere."""
     monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
-    steps = 4
+    steps = 8
     records = train(
         QUICKSTART,
         *(*data_overrides, *SETTINGS[1:], *ORDERS["one step ahead, weights in flight"], "data.eval=null"),
