@@ -11,10 +11,13 @@ from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from tests.support.rollout_models import hf_logprobs, hf_model, of_tokens
 from tests.vllm.answers import body, parsed
-from tests.vllm.engines import TOLERANCE, assert_greedy, engine_on
+from tests.vllm.engines import assert_greedy, engine_on
 from tests.vllm.servers import VLLMServer, call, requests, write_models
 
 SIZES = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
+
+TEMPERED_TOLERANCE = 5e-5
+"""A temperature below 1 enlarges differences of logits, and experts are summed in another order."""
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +55,7 @@ def test_the_weights_of_its_start_draw_what_transformers_draws(
             assert_greedy([model], done)
         for done in engine.generate(requests(), SamplingParams(0.7, 1.0, 0, 16, ())):
             expected = of_tokens(hf_logprobs(model, done, 0.7), done)
-            assert list(done.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+            assert list(done.logprobs) == pytest.approx(expected.tolist(), abs=TEMPERED_TOLERANCE)
     finally:
         engine.close()
 
