@@ -25,7 +25,7 @@ from rltrain.import_config.translation import (
 )
 
 DEFAULTS = Path(__file__).with_name("source_defaults.json")
-"""The other trainers' own keys with their defaults. "${...}" is a default that follows other keys."""
+"""The other trainers' own keys and defaults. "${...}" is a default that follows other keys or the user's home."""
 EMPTY: tuple[Any, ...] = (*NOTHING, [], {})
 OFF = (*EMPTY, False, "False", "false")
 
@@ -114,7 +114,7 @@ def defaults_of(source: str) -> dict[str, Any]:
 
 
 def sort_out(keys: SourceKeys, out: Translation, rules: KeyRules) -> None:
-    """Settles the keys that no rule read, and keeps `rules` for those that a rule read without any effect."""
+    """Settles the keys that no rule read. Keys that were read without effect are settled later, by the same `rules`."""
     out.rules = rules
     for key, value in keys.left().items():
         settle(key, value, out, keys)

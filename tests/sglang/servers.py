@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.config.schema import SGLang
@@ -27,6 +29,8 @@ START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
 FROM_DISK = {"load_format": "auto"}
 """rollout.sglang.args of a server with the checkpoint's weights from its start, without a weight sync."""
+PROMPT, NUM_TOKENS = [5, 9, 2, 14, 7, 1], 24
+"""Of greedy responses that are compared with those of transformers."""
 PART_BYTES = 20_000
 """Bytes of a part of the weights. The tiny checkpoints have several parts."""
 
@@ -140,3 +144,14 @@ def greedy(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     answer = call(server, "/generate", body)
     return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def assert_serves(server: Server, checkpoint: Path) -> None:
+    """Asserts that greedy tokens and their log-probs are those of a fresh load."""
+    tokens, logprobs = greedy(server, PROMPT, NUM_TOKENS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert tokens == expected.argmax(-1).tolist()
+    assert logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)

@@ -25,14 +25,13 @@ from rltrain.rollout.servers.sglang_process import SERVER_FOLDER, Server, model_
 from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 from rltrain.runtime.grid import Grid
 from tests.forked.popen import REPOSITORY
-from tests.sglang.servers import CPU, PART_BYTES, call, checksums, connected, greedy, running
+from tests.sglang.servers import CPU, PART_BYTES, assert_serves, call, checksums, connected, running
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
 from tests.support.vision_checkpoints import write_checkpoint as write_vision_checkpoint
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
-PROMPT, NUM_TOKENS = [5, 9, 2, 14, 7, 1], 24
 SPARSE = {"mlp_only_layers": []}
 OWN_CODE = """from transformers import Qwen2Config
 
@@ -112,17 +111,6 @@ def deliver(delivery: Delivery, checkpoint: Path, version: int, after_part: Call
         delivery.arrived(number, verify=version % 2 == 0)
         after_part(number)
     delivery.finish(version)
-
-
-def assert_serves(server: Server, checkpoint: Path) -> None:
-    """Asserts that greedy tokens and their log-probs are those of transformers."""
-    tokens, logprobs = greedy(server, PROMPT, NUM_TOKENS)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1)
-    assert tokens == expected.argmax(-1).tolist()
-    assert logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in QUICK)])

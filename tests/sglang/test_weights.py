@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineError, EngineLost
@@ -18,11 +17,9 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
-from tests.sglang.servers import PART_BYTES, call, connected, greedy, parts_of, running
+from tests.sglang.servers import PART_BYTES, PROMPT, assert_serves, call, connected, greedy, parts_of, running
 from tests.support.rollout_models import write_checkpoint
 
-PROMPT = [5, 9, 2, 14, 7, 1]
-NUM_TOKENS = 24
 OF_ALL = "qwen3"
 """The family of the server shared by all tests."""
 FAMILIES = [OF_ALL, "tied qwen2", "qwen3_moe"]
@@ -44,17 +41,6 @@ def deliver(
 
 def served_version(server: Server) -> str:
     return call(server, "/model_info")["weight_version"]
-
-
-def assert_serves(server: Server, checkpoint: Path) -> None:
-    """Asserts that greedy tokens and their log-probs are those of a fresh load."""
-    tokens, logprobs = greedy(server, PROMPT, NUM_TOKENS)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1)
-    assert tokens == expected.argmax(-1).tolist()
-    assert logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
