@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -115,14 +116,22 @@ class VLLMServer:
             return False
 
 
-def call(server: VLLMServer, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-    """Returns the status and text of the server's answer: to a GET without a body, else to a POST."""
+def call(
+    server: VLLMServer, path: str, body: Mapping[str, Any] | None = None, answers: threading.Event | None = None
+) -> tuple[int, str]:
+    """Returns the status and text of the server's answer: to a GET without a body, else to a POST.
+
+    Sets `answers` when the first line of an answer is there.
+    """
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(server.url + path, data, headers), timeout=CALL_TIMEOUT_S) as answer:
-            return answer.status, answer.read().decode()
+            first = answer.readline()
+            if answers is not None:
+                answers.set()
+            return answer.status, (first + answer.read()).decode()
     except urllib.error.HTTPError as refused:
         return refused.code, refused.read().decode()
 
