@@ -11,8 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
-from rltrain.training.packed_attention import PackedRows, attend_rows, packed_rows
-from rltrain.training.packing import ContextShare, WholeSequences, back_from_heads, positions_of, spread_over_heads
+from rltrain.training.packed_attention import PackedRows, SlicedRows, attend_rows, packed_rows, tree_rows
+from rltrain.training.packing import (
+    ContextShare,
+    MicroBatch,
+    WholeSequences,
+    back_from_heads,
+    places_of,
+    positions_of,
+    spread_over_heads,
+)
 
 # Context parallelism by heads: every rank attends over all tokens in some heads.
 
@@ -23,7 +31,7 @@ class SequenceSlices:
 
     positions: Tensor
     """Position of each row in its sequence, [rows of this rank]."""
-    packed: PackedRows
+    packed: PackedRows | SlicedRows
     """All sequences, laid end to end."""
     whole: WholeSequences
     group: dist.ProcessGroup
@@ -56,6 +64,17 @@ def spread_heads(
     """Returns the slices of packed sequences of these lengths. This rank has two slices of each."""
     packed, whole = packed_rows(lengths, device, PackedRows), WholeSequences.of(lengths, share.size, device)
     return SequenceSlices(positions_of(lengths, share).to(device), packed, whole, group)
+
+
+def spread_tree(
+    batch: MicroBatch, share: ContextShare, device: torch.device, group: dist.ProcessGroup
+) -> SequenceSlices:
+    """Returns the slices of samples that share prefixes. This rank has two slices of the tree's rows."""
+    assert batch.tree is not None
+    whole = WholeSequences.of((sum(batch.segments),), share.size, device)
+    rows = tree_rows(batch.tree, batch.segments, batch.lengths, SlicedRows, device)
+    positions = rows.positions[places_of((sum(batch.segments),), share).to(device)]
+    return SequenceSlices(positions, rows, whole, group)
 
 
 # Attention over packed sequences in transformers' models.
@@ -137,16 +156,25 @@ def _forward_of(net: Any) -> Callable[..., Tensor]:
         hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **arguments: Any
     ) -> Tensor:
         """Maps hidden_states [1, rows, hidden] to the same shape."""
-        sequences: PackedRows = arguments[SEQUENCES]
+        sequences: PackedRows | SlicedRows = arguments[SEQUENCES]
+        unshared = None
+        if isinstance(sequences, SlicedRows):  # a state is computed for each sample
+            assert (unshared := sequences.unshared) is not None
+            lengths = unshared.lengths
+        else:
+            lengths = sequences.lengths
         kernel = net.conv_kernel_size
-        packed = sequences.once("delta net", lambda: packed_states(sequences.lengths, kernel, hidden_states.device))
+        packed = sequences.once("delta net", lambda: packed_states(lengths, kernel, hidden_states.device))
         projected = _projected(net, hidden_states)
+        if unshared is not None:
+            projected = tuple(map(unshared.spread, projected))
         repeats = torch.is_grad_enabled() and any(kind.requires_grad for kind in projected)
         heads: Tensor = (
             checkpoint(_heads, net, packed, *projected, use_reentrant=False)
             if repeats
             else _heads(net, packed, *projected)
         )
+        heads = heads if unshared is None else unshared.gathered(heads)
         output: Tensor = net.out_proj(heads[None])
         return output
 

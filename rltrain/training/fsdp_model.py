@@ -47,7 +47,15 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.fake_quantization import rounded
-from rltrain.training.fsdp_attention import NAME, SEQUENCES, SequenceSlices, compute_packed, register, spread_heads
+from rltrain.training.fsdp_attention import (
+    NAME,
+    SEQUENCES,
+    SequenceSlices,
+    compute_packed,
+    register,
+    spread_heads,
+    spread_tree,
+)
 from rltrain.training.fsdp_vision import (
     ATTENTIONS,
     ShardedTower,
@@ -56,7 +64,7 @@ from rltrain.training.fsdp_vision import (
     positions_around_images,
 )
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
-from rltrain.training.packed_attention import PackedRows, packed_rows
+from rltrain.training.packed_attention import PackedRows, SlicedRows, packed_rows, tree_rows
 from rltrain.training.packing import MicroBatch, Packing
 from rltrain.training.tower_pass import Shown, Sight, TowerPass, pieces_of
 
@@ -444,7 +452,7 @@ class ShardedModel(PackedModel):
     def packing(self) -> Packing:
         """The packing requirements. All ranks have the same number of micro-batches, because each gathers the others'
         shards."""
-        return Packing(self.device, self.share, together=self.pg_collection.all)
+        return Packing(self.device, self.share, together=self.pg_collection.all, prefixes=self.share_prefixes)
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Returns the sharded parameters, DTensors, by transformers' names, without adapters."""
@@ -461,6 +469,14 @@ class ShardedModel(PackedModel):
         found = self._all_named()
         learned = {name: found[own] for own, name in self.adapters.names.items()}
         return learned | {name: found[name] for name in self.adapters.heads}
+
+    def sequences_of(self, batch: MicroBatch) -> PackedRows | SlicedRows | SequenceSlices:
+        """Describes the rows of a micro-batch."""
+        if batch.tree is None:
+            return self.sequences(batch.segments)
+        if self.share.size > 1:
+            return spread_tree(batch, self.share, self.device, self.pg_collection.cp)
+        return tree_rows(batch.tree, batch.segments, batch.lengths, SlicedRows, self.device)
 
     def sequences(self, lengths: Sequence[int]) -> PackedRows | SequenceSlices:
         """Describes sequences packed end to end. With context parallelism this rank has slices of whole sequences."""
@@ -487,7 +503,7 @@ class ShardedModel(PackedModel):
 
     def outputs(self, batch: MicroBatch, shown: Shown | None = None) -> Tensor:
         """Returns logits or values of this rank's rows with padding, [rows, ...]. Collective over: the role's ranks."""
-        sequences = self.sequences(batch.segments)
+        sequences = self.sequences_of(batch)
         positions = sequences.positions[None]
         images = {} if self.tower is None else {"shown": shown}
         found: Tensor = self.module(

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,14 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import model_group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import AdapterMode
-from rltrain.training.packing import ContextShare, MicroBatch, Packing, make_micro_batches, of_all_tokens
+from rltrain.training.packing import (
+    ContextShare,
+    MicroBatch,
+    Packing,
+    make_micro_batches,
+    of_all_tokens,
+    of_drawn_tokens,
+)
 
 # Log-probs and entropy from logits with columns split over a tensor-parallel group.
 #
@@ -71,13 +78,36 @@ class Logits:
         return first, min(max(vocab_size - first, 0), self.num_columns)
 
 
+@dataclass(frozen=True)
+class LabelledRows:
+    """The row of each label, where rows have different numbers of labels. Labels are sorted by their rows."""
+
+    rows: Tensor
+    """[labels]."""
+    starts: Tensor
+    """First label of each row, and the number of labels, on the host, [rows + 1]."""
+
+    def of(self, rows: slice) -> tuple[slice, Tensor]:
+        """Returns the labels of some rows, and the place of each label's row among these rows."""
+        first, last = self.starts[rows.start], self.starts[min(rows.stop, len(self.starts) - 1)]
+        labels = slice(int(first), int(last))
+        return labels, self.rows[labels] - rows.start
+
+
 def vocab_parallel_logprobs(
-    logits: Logits, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
+    logits: Logits,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    labelled: LabelledRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs of `labels` under softmax(logits / temperature), and the entropies [rows], both fp32.
 
     Columns of `logits` past `vocab_size` are padding and are ignored. `labels` are token ids, one per row [rows] or
-    several [rows, n]. Log-probs have the shape of `labels`. The arithmetic is fp32 for logits of any dtype.
+    several [rows, n]. With `labelled` they are [labels] or [labels, n], for the rows that it names. Log-probs have the
+    shape of `labels`. The arithmetic is fp32 for logits of any dtype.
 
     Both results are equal on every rank of `group`. Gradients flow to the inputs of the logits, for the local columns
     alone. They assume equal upstream gradients on all ranks.
@@ -88,8 +118,9 @@ def vocab_parallel_logprobs(
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
     first, num_valid = logits.valid_columns(vocab_size, group)
     local = labels - first if labels.dim() == 2 else (labels - first)[:, None]
+    how = (logits.rows_at_once, logits.wide, labelled)
     logprobs, entropy = _VocabParallelLogprobs.apply(
-        logits.states, logits.weight, logits.rows_at_once, logits.wide, local, num_valid, 1.0 / temperature, group
+        logits.states, logits.weight, how, local, num_valid, 1.0 / temperature, group
     )
     return logprobs.view(labels.shape), entropy
 
@@ -106,7 +137,8 @@ def vocab_parallel_top(
     first, num_valid = logits.valid_columns(vocab_size, group)
     device = logits.states.device
     no_labels = torch.empty(len(logits), 0, dtype=torch.int64, device=device)
-    maximum, exp_sum, *_ = _combine(_gather(_local_statistics(logits, no_labels, num_valid, 1.0 / temperature), group))
+    statistics = _statistics(logits, no_labels, None, num_valid, 1.0 / temperature, group)
+    maximum, exp_sum = statistics.maximum, statistics.exp_sum
     values = torch.full((len(logits), count), ABSENT, dtype=torch.float32, device=device)
     ids = torch.zeros(len(logits), count, dtype=torch.int64, device=device)
     for rows in logits.chunks():
@@ -140,94 +172,118 @@ def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: floa
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the inputs of the logits without a copy, the labels [rows, n] and two numbers per row. Backward recomputes
-    the rest."""
+    """Saves the inputs of the logits without a copy, the labels and two numbers per row. Backward recomputes the
+    rest."""
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor | None,
-        rows_at_once: int | None,
-        wide: bool,
+        how: tuple[int | None, bool, LabelledRows | None],
         labels: Tensor,
         num_valid: int,
         scale: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
+        rows_at_once, wide, labelled = how
         logits = Logits(states, weight, rows_at_once, wide)
-        statistics = _gather(_local_statistics(logits, labels, num_valid, scale), group)
-        maximum, exp_sum, weighted_sum, targets = _combine(statistics)
-        log_normalizer = maximum + exp_sum.log()
-        entropy = log_normalizer - maximum - weighted_sum / exp_sum
+        found = _statistics(logits, labels, labelled, num_valid, scale, group)
+        log_normalizer = found.maximum + found.exp_sum.log()
+        entropy = log_normalizer - found.maximum - found.weighted_sum / found.exp_sum
         ctx.save_for_backward(states, weight, labels, log_normalizer, entropy)
-        ctx.how, ctx.num_valid, ctx.scale = (rows_at_once, wide), num_valid, scale
-        return (targets - log_normalizer).T.contiguous(), entropy
+        ctx.how, ctx.num_valid, ctx.scale = how, num_valid, scale
+        of_labels = log_normalizer if labelled is None else log_normalizer[labelled.rows]
+        return found.targets - of_labels[:, None], entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = gradients
         states, weight, labels, log_normalizer, entropy = ctx.saved_tensors
         num_valid, scale = ctx.num_valid, ctx.scale
-        logits = Logits(states, weight, *ctx.how)
+        rows_at_once, wide, labelled = ctx.how
+        logits = Logits(states, weight, rows_at_once, wide)
         is_overwritten = num_valid and (weight is not None or num_valid == logits.num_columns)
         grad = torch.empty_like(states) if is_overwritten else torch.zeros_like(states)
         weight_grad = torch.zeros(() if weight is None else weight.shape, dtype=torch.float32, device=states.device)
         for rows in logits.chunks() if num_valid else ():
             logprobs = logits[rows][:, :num_valid].to(torch.float32, copy=True)
             logprobs.mul_(scale).sub_(log_normalizer[rows, None])
+            own, places = (rows, None) if labelled is None else labelled.of(rows)
+            given = grad_logprobs[own]
+            of_labels = given.sum(1, keepdim=True)
+            if places is not None:
+                of_labels = torch.zeros_like(log_normalizer[rows, None]).index_put(
+                    (places,), of_labels, accumulate=True
+                )
             # d entropy / d logit = -p (log p + entropy);  d logprob / d logit = [label] - p
-            of_labels = grad_logprobs[rows].sum(1, keepdim=True)
             factor = torch.addcmul(of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None])
             values = logprobs.exp_().mul_(factor).mul_(-scale)
-            index, local = _local_labels(labels[rows], num_valid)
-            values.scatter_add_(1, index, grad_logprobs[rows] * local * scale)
+            index, local = _local_labels(labels[own], num_valid)
+            if places is None:
+                values.scatter_add_(1, index, given * local * scale)
+            else:  # unlike scatter_add_, it adds several labels of a row in a fixed order
+                values.index_put_((places[:, None], index), given * local * scale, accumulate=True)
             of_logits = values.to(grad.dtype)
             if weight is None:
                 grad[rows, :num_valid] = of_logits
             else:
                 grad[rows] = of_logits @ weight[:num_valid]
                 weight_grad[:num_valid] += of_logits.T @ states[rows]
-        return grad, None if weight is None else weight_grad.to(weight.dtype), *[None] * 6
+        return grad, None if weight is None else weight_grad.to(weight.dtype), *[None] * 5
 
 
-def _local_statistics(logits: Logits, labels: Tensor, num_valid: int, scale: float) -> Tensor:
-    """Returns statistics over the local columns z, [3 + n, rows].
+@dataclass(frozen=True)
+class _Statistics:
+    """Statistics over all columns z: max z, sum e^(z - max), sum (z - max) e^(z - max) [rows], and z at each label."""
 
-    They are max z, sum e^(z - max), sum (z - max) e^(z - max), and z at each of the n labels (0 for labels of other
-    ranks).
+    maximum: Tensor
+    exp_sum: Tensor
+    weighted_sum: Tensor
+    targets: Tensor
+
+
+def _statistics(
+    logits: Logits,
+    labels: Tensor,
+    labelled: LabelledRows | None,
+    num_valid: int,
+    scale: float,
+    group: dist.ProcessGroup,
+) -> _Statistics:
+    """Returns the statistics of the columns of all ranks. `labels` [labels, n] of other ranks are out of range.
+
+    Collective over: the tensor-parallel group (one all-gather).
     """
-    statistics = torch.zeros(3 + labels.size(1), len(logits), dtype=torch.float32, device=logits.states.device)
+    device = logits.states.device
+    of_rows = torch.zeros(3, len(logits), dtype=torch.float32, device=device)
+    targets = torch.zeros(labels.shape, dtype=torch.float32, device=device)
     if num_valid == 0:
-        statistics[0] = ABSENT
-        return statistics
-    for rows in logits.chunks():
+        of_rows[0] = ABSENT
+    for rows in logits.chunks() if num_valid else ():
         scaled = logits[rows][:, :num_valid].to(torch.float32, copy=True).mul_(scale)
-        index, local = _local_labels(labels[rows], num_valid)
-        statistics[3:, rows] = (scaled.gather(1, index) * local).T
+        own, places = (rows, None) if labelled is None else labelled.of(rows)
+        index, local = _local_labels(labels[own], num_valid)
+        found = scaled.gather(1, index) if places is None else scaled[places[:, None], index]
+        targets[own] = found * local
         maximum = scaled.amax(1)
         scaled.sub_(maximum[:, None])
         exponentials = scaled.exp()
-        statistics[0, rows] = maximum
-        statistics[1, rows] = exponentials.sum(1)
-        statistics[2, rows] = scaled.mul_(exponentials).sum(1)
-    return statistics
-
-
-def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combines the statistics of every shard, [shards, 3 + n, rows], into those of all columns. The labels' are [n,
-    rows]."""
-    if statistics.size(0) == 1:
-        return statistics[0, 0], statistics[0, 1], statistics[0, 2], statistics[0, 3:]
-    maxima, exp_sums, weighted_sums = statistics[:, :3].unbind(1)
+        of_rows[0, rows] = maximum
+        of_rows[1, rows] = exponentials.sum(1)
+        of_rows[2, rows] = scaled.mul_(exponentials).sum(1)
+    if group.size() == 1:
+        return _Statistics(of_rows[0], of_rows[1], of_rows[2], targets)
+    gathered = _gather(torch.cat([of_rows.flatten(), targets.flatten()]), group)
+    maxima, exp_sums, weighted_sums = gathered[:, : of_rows.numel()].unflatten(1, of_rows.shape).unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
-    weight = shift.exp()
-    return (
+    share = shift.exp()
+    return _Statistics(
         maximum,
-        (weight * exp_sums).sum(0),
-        (weight * (weighted_sums + shift * exp_sums)).sum(0),
-        statistics[:, 3:].sum(0),
+        (share * exp_sums).sum(0),
+        (share * (weighted_sums + shift * exp_sums)).sum(0),
+        gathered[:, of_rows.numel() :].sum(0).view(targets.shape),
     )
 
 
@@ -282,6 +338,8 @@ class PackedModel(ABC):
         """The dtype of the computation."""
         self.fake_quantization = settings.fake_quantization
         self.adapters: AdapterMode | None = None
+        self.share_prefixes: Literal["auto"] | bool = False
+        """Whether prefixes that samples share are computed once."""
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called at the start of every micro-batch with its sample lengths and whether gradients are computed. It shows
         the model's progress."""
@@ -350,9 +408,17 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
-    logits, following = model.logits_of(outputs), batch.rows_of(labels.roll(-1, dims=0))
-    logprobs, entropy = vocab_parallel_logprobs(logits, following, **model.distribution(temperature))
-    logprobs, entropy = (at_drawn(model, batch, of_rows) for of_rows in (logprobs, entropy))
+    logits, distribution = model.logits_of(outputs), model.distribution(temperature)
+    if batch.slices is None or batch.slices.drawn is None:
+        following = batch.rows_of(labels.roll(-1, dims=0))
+        logprobs, entropy = vocab_parallel_logprobs(logits, following, **distribution)
+        logprobs = at_drawn(model, batch, logprobs)
+    else:
+        drawn = batch.slices.drawn
+        labelled = LabelledRows(drawn.rows, drawn.starts)
+        logprobs, entropy = vocab_parallel_logprobs(logits, labels[drawn.tokens], labelled=labelled, **distribution)
+        logprobs = of_drawn_tokens(batch, logprobs, model.pg_collection.cp)
+    entropy = at_drawn(model, batch, entropy)
     return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.training.prefix_tree import LEAST_SAVED, PrefixTree, SortedSamples, ranges
 
 # The tokens of packed sequences on each rank of context parallelism.
 #
@@ -72,12 +73,6 @@ def inverse(order: Tensor) -> Tensor:
     return result
 
 
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Returns concatenated ranges of integers. Range i has `lengths[i]` integers from `starts[i]` on."""
-    begin = lengths.cumsum(0) - lengths
-    return torch.repeat_interleave(starts - begin, lengths) + torch.arange(int(lengths.sum()))
-
-
 # Micro-batches of packed samples, balanced by tokens.
 
 LEFT_ON_HOST = frozenset({"routed_experts", "image_keys"})
@@ -86,16 +81,36 @@ LEFT_ON_HOST = frozenset({"routed_experts", "image_keys"})
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """The tokens whose distributions are in this rank's rows: all tokens but the samples' first, if one rank has all
+    rows. They are sorted by these rows."""
+
+    rows: Tensor
+    """The row before each token, [drawn]."""
+    tokens: Tensor
+    """Each token, [drawn]."""
+    starts: Tensor
+    """First of the tokens of each row, and their number, on the host, [rows + 1]."""
+
+
+@dataclass(frozen=True)
 class Slices:
-    """A rank's rows of samples shared with other ranks. Rows are tokens and the samples' padding."""
+    """A rank's rows, where rows are not the tokens in their order.
+
+    Several ranks may share the samples. Then rows are tokens and padding. With shared prefixes a row may be a token of
+    several samples.
+    """
 
     token_of_row: Tensor
-    """Token of each row of this rank, [rows]. A row of padding has an arbitrary token."""
+    """Token of each row of this rank, [rows]. A row of padding has an arbitrary token, a shared row one of its
+    tokens."""
     row_of_token: Tensor
     """Row of each token among the rows of all ranks in rank order, [tokens]."""
     sample_of_row: Tensor
     """Sample of each row, [rows of this rank + padding after the last sample]. Padding has the number of samples
-    instead."""
+    instead. A shared row has one of its samples."""
+    drawn: Drawn | None = None
+    """With shared prefixes: the tokens that were drawn by this rank's rows."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,11 @@ class MicroBatch:
     """Lengths of the samples in tokens."""
     segments: tuple[int, ...]
     """Lengths of the padded samples, followed by pieces of padding no longer than the longest sample. They cover the
-    tokens of all ranks sharing the samples."""
+    tokens of all ranks sharing the samples. With a tree they are the lengths of its runs and of the padding."""
     slices: Slices | None = None
-    """This rank's slices. None: it computes all tokens."""
+    """This rank's slices. None: it computes all tokens, in their order."""
+    tree: PrefixTree | None = None
+    """The tree of the samples, if they share prefixes. Its rows are this micro-batch's rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -150,6 +167,7 @@ def pack(
     equal_lengths: bool = False,
     count_multiple_of: int = 1,
     share: ContextShare = WHOLE,
+    prefixes: SortedSamples | None = None,
 ) -> list[MicroBatch]:
     """Packs samples into micro-batches of at most `max_tokens` tokens before padding, on `device`.
 
@@ -160,16 +178,23 @@ def pack(
     micro-batches are padded to the longest. Their number is a multiple of `count_multiple_of`. If there are too few
     samples, some micro-batches have only padding.
 
+    With `prefixes`, the sorted samples of `experience`, a prefix that several samples share is computed once. The limit
+    then counts computed tokens, and samples with equal beginnings go together.
+
     A pure function: ranks with the same samples get the same micro-batches, each with its own share of the tokens.
     """
-    bins = [
-        torch.tensor(samples, dtype=torch.int64) for samples in _sample_bins(experience, max_tokens, count_multiple_of)
-    ]
+    members = _sample_bins(experience, max_tokens, count_multiple_of, prefixes)
+    bins = [torch.tensor(samples, dtype=torch.int64) for samples in members]
     parts = [experience.select(samples) for samples in bins]
-    segments = _segments_of([part.lengths.tolist() for part in parts], multiple_of, equal_lengths, share.multiple)
+    trees = [None if prefixes is None or not part.num_samples else SortedSamples.of(part).tree() for part in parts]
+    lengths = [
+        part.lengths.tolist() if tree is None else [*tree.lengths] for part, tree in zip(parts, trees, strict=True)
+    ]
+    each_multiple_of = share.multiple if prefixes is None else 1
+    segments = _segments_of(lengths, math.lcm(multiple_of, share.multiple), equal_lengths, each_multiple_of)
     return [
-        _micro_batch(part, experience.token_index(samples), pieces, share, device)
-        for samples, part, pieces in zip(bins, parts, segments, strict=True)
+        _micro_batch(part, experience.token_index(samples), pieces, share, device, tree)
+        for samples, part, pieces, tree in zip(bins, parts, segments, trees, strict=True)
     ]
 
 
@@ -188,6 +213,8 @@ class Packing:
     padding: Literal["least", "longest", "longest of all"] = "least"
     """Rows of a padding-only micro-batch: the fewest possible, those of the rank's longest one, or those of the longest
     of all ranks. In the last case all other micro-batches are padded to the same length."""
+    prefixes: Literal["auto"] | bool = False
+    """Whether prefixes that samples share are computed once. auto: if that saves enough tokens."""
 
 
 def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
@@ -205,6 +232,7 @@ def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) ->
             equal_lengths=how.equal_lengths,
             count_multiple_of=how.count_multiple_of,
             share=share,
+            prefixes=_shared_prefixes(experience, how),
         )
     if how.together is None:
         return batches
@@ -219,12 +247,27 @@ def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) ->
     return batches + [padding_alone(experience, length, how.device, share)] * (count - len(batches))
 
 
+def _shared_prefixes(experience: Experience, how: Packing) -> SortedSamples | None:
+    """Returns the sorted samples if prefixes are to be shared."""
+    if how.prefixes is False:
+        return None
+    prefixes = SortedSamples.of(experience)
+    num_rows, saved = prefixes.num_rows(0, experience.num_samples), LEAST_SAVED if how.prefixes == "auto" else 0.0
+    return prefixes if num_rows < experience.num_tokens * (1 - saved) else None
+
+
 def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> MicroBatch:
     """Returns the micro-batch padded at the end to `length` rows on each rank of `share`.
 
     `length` must be even if several ranks share the samples.
     """
     num_samples, behind = len(batch.lengths), (0, length - len(batch.padded_tokens))
+    if batch.tree is not None:
+        segments = _segments([*batch.tree.lengths], length * share.size)
+        made = _micro_batch(
+            batch.experience, batch.token_index, segments, share, batch.padded_tokens.device, batch.tree
+        )
+        return replace(made, experience=batch.experience)
     slices = batch.slices
     if slices is not None:
         of_row = torch.nn.functional.pad(slices.sample_of_row, behind, value=num_samples)
@@ -250,9 +293,16 @@ def _on_device(samples: Experience, device: torch.device) -> Experience:
 
 
 def _micro_batch(
-    samples: Experience, token_index: Tensor, segments: tuple[int, ...], share: ContextShare, device: torch.device
+    samples: Experience,
+    token_index: Tensor,
+    segments: tuple[int, ...],
+    share: ContextShare,
+    device: torch.device,
+    tree: PrefixTree | None = None,
 ) -> MicroBatch:
-    if share.size == 1:
+    if tree is not None:
+        tokens, slices = _rows_of_tree(samples, tree, sum(segments), share, device)
+    elif share.size == 1:
         tokens, slices = torch.nn.functional.pad(samples.tokens, (0, sum(segments) - samples.num_tokens)), None
     else:
         tokens, slices = _sliced(samples, segments, share, device)
@@ -263,7 +313,46 @@ def _micro_batch(
         lengths=tuple(samples.lengths.tolist()),
         segments=segments,
         slices=slices,
+        tree=tree,
     )
+
+
+def _rows_of_tree(
+    samples: Experience, tree: PrefixTree, num_places: int, share: ContextShare, device: torch.device
+) -> tuple[Tensor, Slices]:
+    """Returns the token ids of this rank (host) and its rows of the tree (on `device`).
+
+    The rows of all ranks are the tree's rows and padding, cut like a single sequence.
+    """
+    ids, num_samples = samples.tokens.cpu(), samples.num_samples
+    behind = (0, num_places - tree.num_rows)
+    sample_of_token = torch.repeat_interleave(torch.arange(num_samples), samples.lengths.cpu())
+    padded = torch.nn.functional.pad(ids[tree.token_of_row], behind)
+    sample_at = torch.nn.functional.pad(sample_of_token[tree.token_of_row], behind, value=num_samples)
+    token_at, row_of_token = tree.token_of_row, tree.row_of_token
+    if share.size > 1:
+        of_rank = places_of((num_places,), share)
+        token_at = torch.nn.functional.pad(token_at, behind)[of_rank]
+        row_of_token = inverse(places_of_all((num_places,), share.size))[row_of_token]
+        padded, sample_at = padded[of_rank], sample_at[of_rank]
+    return padded, Slices(
+        token_of_row=token_at.to(device),
+        row_of_token=row_of_token.to(device),
+        sample_of_row=sample_at.to(device),
+        drawn=_drawn(row_of_token, samples.lengths.cpu(), len(token_at), share, device),
+    )
+
+
+def _drawn(row_of_token: Tensor, lengths: Tensor, num_rows: int, share: ContextShare, device: torch.device) -> Drawn:
+    """Returns the tokens drawn by this rank's `num_rows` rows. `row_of_token` counts rows of all ranks."""
+    is_first = torch.zeros(len(row_of_token) + 1, dtype=torch.bool)
+    is_first[lengths.cumsum(0) - lengths] = True
+    tokens = (~is_first[:-1]).nonzero().flatten()
+    rows = row_of_token[tokens - 1] - share.rank * num_rows
+    here = (rows >= 0) & (rows < num_rows)
+    rows, order = rows[here].sort(stable=True)
+    starts = torch.searchsorted(rows, torch.arange(num_rows + 1))
+    return Drawn(rows.to(device), tokens[here][order].to(device), starts)
 
 
 def _sliced(
@@ -286,15 +375,24 @@ def _sliced(
     )
 
 
-def _sample_bins(experience: Experience, max_tokens: int, count_multiple_of: int) -> list[list[int]]:
+def _sample_bins(
+    experience: Experience, max_tokens: int, count_multiple_of: int, prefixes: SortedSamples | None
+) -> list[list[int]]:
     """Returns the samples of each micro-batch in ascending order."""
-    if not experience.has("chosen"):
+    if experience.has("chosen"):
+        _, pair_of, sizes = torch.unique_consecutive(experience.group_ids, return_inverse=True, return_counts=True)
+        costs = torch.zeros_like(sizes).index_add(0, pair_of, experience.lengths).tolist()
+        units = [members.tolist() for members in torch.arange(experience.num_samples).split(sizes.tolist())]
+        if prefixes is not None:
+            alone = (SortedSamples.of(experience.select(torch.tensor(members))) for members in units)
+            costs = [pair.num_rows(0, len(pair.order)) for pair in alone]
+    elif prefixes is not None:
+        families = prefixes.families(max_tokens)
+        units, costs = [members for members, _ in families], [num_rows for _, num_rows in families]
+    else:
         return balanced_bins(experience.lengths.tolist(), max_tokens, count_multiple_of)
-    _, pair_of, sizes = torch.unique_consecutive(experience.group_ids, return_inverse=True, return_counts=True)
-    pair_tokens = torch.zeros_like(sizes).index_add(0, pair_of, experience.lengths)
-    pairs = torch.arange(experience.num_samples).split(sizes.tolist())
-    bins = balanced_bins(pair_tokens.tolist(), max_tokens, count_multiple_of)
-    return [[sample for i in members for sample in pairs[i].tolist()] for members in bins]
+    bins = balanced_bins(costs, max_tokens, count_multiple_of)
+    return [sorted(sample for number in members for sample in units[number]) for members in bins]
 
 
 def balanced_bins(lengths: Sequence[int], max_tokens: int, count_multiple_of: int = 1) -> list[list[int]]:
@@ -359,8 +457,39 @@ def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) 
     """
     if batch.slices is None:
         return of_rows
-    of_all: Tensor = _Gathered.apply(of_rows, group)
+    of_all: Tensor = of_rows if group.size() == 1 else _Gathered.apply(of_rows, group)
+    if batch.tree is not None:
+        return of_all[batch.slices.row_of_token]  # its gradients are added up in a fixed order on GPUs too
     return of_all.index_select(0, batch.slices.row_of_token)
+
+
+def of_drawn_tokens(batch: MicroBatch, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the values of all tokens of a micro-batch with a tree, [tokens, ...], from those of `Drawn.tokens`.
+
+    They are 0 at a sample's first token. Ranks take gradients as in `of_all_tokens`. Collective over: the
+    context-parallel group.
+    """
+    assert batch.slices is not None and batch.slices.drawn is not None, "the micro-batch must share prefixes"
+    nothing = values.new_zeros(batch.num_tokens, *values.shape[1:])
+    of_tokens = nothing.index_copy(0, batch.slices.drawn.tokens, values)
+    if group.size() == 1:
+        return of_tokens
+    summed: Tensor = _Summed.apply(of_tokens, group)
+    return summed
+
+
+class _Summed(torch.autograd.Function):
+    """Sums over all ranks, and gives each rank the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, of_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+        of_all = of_rank.clone()
+        dist.all_reduce(of_all, group=group)
+        return of_all
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _Gathered(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The ranks of test_context_parallel: models of every objective with sequences cut among ranks, and the same on one
 rank."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,9 @@ def _train(
     return {"steps": steps, "told": [values.tolist() for values in told]}
 
 
-def experience(name: str) -> Experience:
+def experience(name: str, shape: Sequence[tuple[int, int]] = SHAPE) -> Experience:
     """Returns samples with the objective's fields, two to a group."""
-    samples, generator = packed_experience(SHAPE), torch.Generator().manual_seed(7)
+    samples, generator = packed_experience(shape), torch.Generator().manual_seed(7)
     num_tokens, vocab_size = samples.num_tokens, POLICY.vocab_size
     likely = -3.5 - torch.rand(num_tokens, generator=generator)  # for an almost untrained model
     fields = {

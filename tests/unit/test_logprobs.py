@@ -13,34 +13,53 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltrain.training import logprobs as module
-from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
+from rltrain.training.logprobs import LabelledRows, Logits, vocab_parallel_logprobs
 
 ROWS = 7
 
 
-class Group:
-    """A tensor-parallel group with its rank, its size, and the contributions of its ranks to the gather."""
-
-    def __init__(self, rank: int, shards: list[Tensor], labels: Tensor, vocab_size: int, scale: float) -> None:
-        self._rank, self._size = rank, len(shards)
-        columns = shards[0].size(1)
-        self.statistics = torch.stack(
-            [
-                module._local_statistics(
-                    Logits(shard.detach()),
-                    (labels - i * columns).view(ROWS, -1),
-                    min(max(vocab_size - i * columns, 0), columns),
-                    scale,
-                )
-                for i, shard in enumerate(shards)
-            ]
-        )
+class Alone:
+    """A tensor-parallel group of one."""
 
     def rank(self) -> int:
-        return self._rank
+        return 0
 
     def size(self) -> int:
-        return self._size
+        return 1
+
+
+class Gathering:
+    """A tensor-parallel group of threads. A gather returns once all threads have called it."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.given = Barrier(size), [torch.empty(0)] * size
+
+    def gather(self, local: Tensor, member: "Member") -> Tensor:
+        self.given[member.index] = local
+        self.barrier.wait(timeout=60)
+        gathered = torch.stack(self.given)
+        self.barrier.wait(timeout=60)
+        return gathered
+
+
+@dataclass
+class Member:
+    index: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def found_by_ranks(tp: int, found_of: Callable[..., Any], logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the results of `found_of` by rank, for shards of the vocabulary on `tp` ranks."""
+    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
+    shards = map(Logits, logits.chunk(tp, dim=1))
+    with ThreadPoolExecutor(tp) as threads:
+        return [*threads.map(lambda shard, rank: found_of(shard, group=Member(rank, tp)), shards, range(tp))]
 
 
 def reference(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -52,13 +71,8 @@ def reference(logits: Tensor, labels: Tensor, vocab_size: int, temperature: floa
 def sharded(
     logits: Tensor, labels: Tensor, vocab_size: int, temperature: float, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[Tensor, Tensor]]:
-    monkeypatch.setattr(module, "_gather", lambda statistics, group: group.statistics)
-    shards = list(logits.chunk(tp, dim=1))
-    groups = [Group(rank, shards, labels, vocab_size, 1 / temperature) for rank in range(tp)]
-    return [
-        vocab_parallel_logprobs(Logits(shard), labels, vocab_size=vocab_size, temperature=temperature, group=group)
-        for shard, group in zip(shards, groups, strict=True)
-    ]
+    found_of = partial(vocab_parallel_logprobs, labels=labels, vocab_size=vocab_size, temperature=temperature)
+    return found_by_ranks(tp, found_of, logits, monkeypatch)
 
 
 @pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (1, 16), (2, 15), (4, 13), (4, 6), (8, 3)])
@@ -98,6 +112,37 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     (chunked_grad,) = torch.autograd.grad((chunked[0] + chunked[1]).sum(), logits)
     for found, expected in zip((*chunked, chunked_grad), (*whole, whole_grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows_in_a_chunk", [2, ROWS])
+@pytest.mark.parametrize("labels_of_a_place", [(), (3,)], ids=["one label", "several labels"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_may_have_different_numbers_of_labels(
+    tp: int, labels_of_a_place: tuple[int, ...], rows_in_a_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 1 has two labels, equal ones, and row 4 has none."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows_in_a_chunk * 16 // tp)
+    logits = torch.randn(ROWS, 16, requires_grad=True)
+    rows = torch.tensor([0, 1, 1, 2, 3, 5, 6, 6])
+    labels = torch.randint(15, (len(rows), *labels_of_a_place))
+    labels[2] = labels[1]
+    labelled = LabelledRows(rows, torch.searchsorted(rows, torch.arange(ROWS + 1)))
+    found_of = partial(vocab_parallel_logprobs, labels=labels, vocab_size=15, temperature=0.7, labelled=labelled)
+    found = found_by_ranks(tp, found_of, logits, monkeypatch)
+
+    log_softmax = torch.log_softmax(logits[:, :15] / 0.7, dim=-1)
+    expected = log_softmax[rows].gather(1, labels.view(len(rows), -1)).view(labels.shape)
+    entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+    weights = torch.randn(labels.shape)
+    (expected_grad,) = torch.autograd.grad((expected * weights).sum() + entropies.square().sum(), logits)
+    for logprobs, entropy in found:
+        torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropy, entropies, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(
+        sum((logprobs * weights).sum() + entropy.square().sum() for logprobs, entropy in found), logits
+    )
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
 
 
 class LargestMatrix(TorchDispatchMode):
@@ -152,49 +197,7 @@ def test_large_and_half_precision_logits_stay_finite(monkeypatch: pytest.MonkeyP
 def test_a_temperature_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = torch.randn(ROWS, 16), torch.zeros(ROWS, dtype=torch.int64)
     with pytest.raises(ValueError, match="above 0"):
-        vocab_parallel_logprobs(
-            Logits(logits), labels, vocab_size=16, temperature=0.0, group=Group(0, [logits], labels, 16, 1.0)
-        )
-
-
-class Alone:
-    """A tensor-parallel group of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-class Gathering:
-    """A tensor-parallel group of threads. A gather returns once all threads have called it."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier, self.given = Barrier(size), [torch.empty(0)] * size
-
-    def gather(self, local: Tensor, member: "Member") -> Tensor:
-        self.given[member.index] = local
-        self.barrier.wait(timeout=60)
-        gathered = torch.stack(self.given)
-        self.barrier.wait(timeout=60)
-        return gathered
-
-
-@dataclass
-class Member:
-    index: int
-
-    def rank(self) -> int:
-        return self.index
-
-
-def found_by_ranks(tp: int, found_of: Callable[..., Any], logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns the results of `found_of` by rank, for shards of the vocabulary on `tp` ranks."""
-    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
-    shards = map(Logits, logits.chunk(tp, dim=1))
-    with ThreadPoolExecutor(tp) as threads:
-        return [*threads.map(lambda shard, rank: found_of(shard, group=Member(rank)), shards, range(tp))]
+        vocab_parallel_logprobs(Logits(logits), labels, vocab_size=16, temperature=0.0, group=Alone())
 
 
 @pytest.mark.parametrize(("tp", "vocab_size", "count"), [(1, 15, 4), (2, 15, 8), (4, 6, 6), (4, 13, 13), (8, 3, 2)])

@@ -472,7 +472,7 @@ def bottom_right_stand_in(
 def test_slices_attend_to_all_before_them(size: int, packed_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if packed_kernel:
         monkeypatch.setattr(attention, "packed_kernel", lambda: bottom_right_stand_in)
-        monkeypatch.setattr(context_parallel, "attends_packed", lambda *rows: True)
+        monkeypatch.setattr(packed_attention, "attends_packed", lambda *rows: True)
     lengths = [2 * size * each for each in (1, 7, 40, 3, 2)]
     query, key, value = (torch.randn(sum(lengths), 1, heads, 8) for heads in (4, 2, 2))
     expected, order = by_sequence(query, key, value, lengths), places_of_all(lengths, size)
@@ -481,7 +481,7 @@ def test_slices_attend_to_all_before_them(size: int, packed_kernel: bool, monkey
         places = places_of(lengths, share)
         sequences = sequences_of_share(lengths, share, CPU, by_heads=False)
         rows = [query[places][:, 0], key[order][:, 0], value[order][:, 0]]
-        attended = context_parallel.attend_slices(*rows, sequences, None)
+        attended = packed_attention.attend_slices(*rows, sequences, None)
         torch.testing.assert_close(attended.flatten(1), expected[places][:, 0])
         positions = torch.cat([torch.arange(length) for length in lengths])
         assert torch.equal(sequences.positions, positions[places])

@@ -7,6 +7,7 @@ that file with the answers of the installed version.
 """
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -52,7 +53,9 @@ def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
 
 def broken(server: VLLMServer) -> dict[str, Any]:
     """Returns the answer to a request whose engine is killed. The server ends by that."""
-    _, (status, text) = _interrupted(server, body("broken", max_tokens=LONG), server.kill_engine)
+    server.signal_engine(signal.SIGSTOP)  # it could be done before the kill
+    request = body("broken", max_tokens=LONG)
+    _, (status, text) = _interrupted(server, request, lambda: server.signal_engine(signal.SIGKILL))
     return {"status": status, "content": parsed(text)[-1:]}
 
 
@@ -85,12 +88,12 @@ def _config(server: VLLMServer) -> dict[str, Any]:
 
 
 def _interrupted(server: VLLMServer, body: Mapping[str, Any], interrupt: Any) -> tuple[Any, tuple[int, str]]:
-    """Returns what `interrupt` returns once the server draws for a request, and the request's answer."""
+    """Returns what `interrupt` returns once the server has accepted a request, and the request's answer."""
     answer: list[tuple[int, str]] = []
-    drawing = threading.Event()
-    thread = threading.Thread(target=lambda: answer.append(call(server, VLLM_GENERATE, body, drawing)))
+    accepted = threading.Event()
+    thread = threading.Thread(target=lambda: answer.append(call(server, VLLM_GENERATE, body, accepted)))
     thread.start()
-    assert drawing.wait(CALL_TIMEOUT_S)
+    assert accepted.wait(CALL_TIMEOUT_S)
     done = interrupt()
     thread.join()
     return done, answer[0]

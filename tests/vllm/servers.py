@@ -100,14 +100,14 @@ class VLLMServer:
             self._process.wait()
             self._process = None
 
-    def kill_engine(self) -> None:
-        """Kills the process of the server's engine alone."""
+    def signal_engine(self, number: int) -> None:
+        """Sends a signal to the process of the server's engine alone."""
         assert self._process is not None
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 group = path.read_text().rpartition(")")[2].split()[2]
                 if int(group) == self._process.pid and "EngineCore" in (path.parent / "cmdline").read_text():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    os.kill(int(path.parent.name), number)
 
     def is_healthy(self) -> bool:
         try:
@@ -117,21 +117,20 @@ class VLLMServer:
 
 
 def call(
-    server: VLLMServer, path: str, body: Mapping[str, Any] | None = None, answers: threading.Event | None = None
+    server: VLLMServer, path: str, body: Mapping[str, Any] | None = None, accepted: threading.Event | None = None
 ) -> tuple[int, str]:
     """Returns the status and text of the server's answer: to a GET without a body, else to a POST.
 
-    Sets `answers` when the first line of an answer is there.
+    Sets `accepted` when the answer begins, even if it has no content yet.
     """
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(server.url + path, data, headers), timeout=CALL_TIMEOUT_S) as answer:
-            first = answer.readline()
-            if answers is not None:
-                answers.set()
-            return answer.status, (first + answer.read()).decode()
+            if accepted is not None:
+                accepted.set()
+            return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refused:
         return refused.code, refused.read().decode()
 

@@ -28,7 +28,15 @@ from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
 from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.versions import ModulesOfSpec
-from rltrain.training.packed_attention import PackedRows, attend_rows, boundaries_of, packed_rows
+from rltrain.training.packed_attention import (
+    PackedRows,
+    SlicedRows,
+    attend_rows,
+    boundaries_of,
+    packed_rows,
+    tree_rows,
+)
+from rltrain.training.packing import MicroBatch
 
 # Packed attention without Transformer Engine, also with more tensor-parallel ranks than KV heads.
 
@@ -40,6 +48,17 @@ class PackedSequences(PackedSeqParams, PackedRows):
     `qkv_format` is deliberately not "thd". Megatron then keeps its plain rotary embedding with one row per token,
     instead of splitting the tokens by sequence in every layer.
     """
+
+
+@dataclass
+class TreeSequences(PackedSeqParams, SlicedRows):
+    """Samples that share prefixes, for Megatron's layers."""
+
+
+def tree_sequences(batch: MicroBatch, device: torch.device) -> TreeSequences:
+    """Describes a micro-batch whose samples share prefixes."""
+    assert batch.tree is not None
+    return tree_rows(batch.tree, batch.segments, batch.lengths, TreeSequences, device)
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
@@ -130,7 +149,7 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedSequences,
+        packed_seq_params: PackedSequences | TreeSequences,
         **unused: Any,
     ) -> Tensor:
         """Maps query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim] to [tokens, 1, heads *
@@ -305,7 +324,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         attention_mask: Tensor | None,
         *,
         rotary_pos_emb: Tensor,
-        packed_seq_params: PackedSequences,
+        packed_seq_params: PackedSequences | TreeSequences,
         **settings: Any,
     ) -> tuple[Tensor, Tensor | None]:
         rotary_pos_emb = self.rotary.angles(rotary_pos_emb)
@@ -335,7 +354,7 @@ class FusedSelfAttention(GroupedSelfAttention):
             )
         return query, key, value, *gate
 
-    def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences) -> Tensor:
+    def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences | TreeSequences) -> Tensor:
         """Returns normalized and rotated heads, [tokens, groups, heads of a group, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
         heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
@@ -351,13 +370,14 @@ class FusedSelfAttention(GroupedSelfAttention):
         turned: Tensor = TurnedHeads.apply(heads, weight, cos, sin, eps, angles.size(-1))
         return turned
 
-    def _attended(self, heads: Tensor, packed: PackedSequences) -> Tensor:
+    def _attended(self, heads: Tensor, packed: PackedSequences | TreeSequences) -> Tensor:
         """Returns the attention output, [tokens, 1, queries * head_dim]."""
         core = self.core_attention
         scale = core.softmax_scale or heads.size(-1) ** -0.5
 
         def attend(heads: Tensor) -> Tensor:
-            if packed.longest <= LONGEST_BY_PRODUCTS and not core.takes_scores:
+            is_short = isinstance(packed, PackedSequences) and packed.longest <= LONGEST_BY_PRODUCTS
+            if is_short and not core.takes_scores:
                 attended: Tensor = ShortAttention.apply(heads, packed, scale, core.window)
                 return attended
             query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)

@@ -290,9 +290,9 @@ def _described(
 
     They belong to the sequences because layers are recomputed in backward, when the next micro-batch may have started.
     """
-    sequences = model.sequences(batch.segments)
+    sequences = model.sequences_of(batch)
     if shares is not None and model.architecture.moe:
-        vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience))
+        vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience), model.share)
     given = given_choices(model, batch)
     if given or found is not None:
         vars(sequences)["choices"] = Choices(given, found)

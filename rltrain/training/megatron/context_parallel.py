@@ -6,7 +6,6 @@ Either all ranks gather all keys and values, with summed gradients in backward (
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,67 +17,35 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.models.attention import attend, attend_packed, attends_packed
 from rltrain.runtime.process_groups import plain_group
-from rltrain.training.megatron.attention import PackedAttention, PackedSequences, packed_sequences, thd_sequences
-from rltrain.training.packed_attention import similar_lengths
+from rltrain.training.megatron.attention import (
+    PackedAttention,
+    PackedSequences,
+    TreeSequences,
+    packed_sequences,
+    thd_sequences,
+    tree_sequences,
+)
+from rltrain.training.packed_attention import SlicedRows, attend_slices, sliced_rows, tree_rows
 from rltrain.training.packing import (
     ContextShare,
+    MicroBatch,
     WholeSequences,
     back_from_heads,
     positions_of,
-    ranges,
     spread_over_heads,
 )
+from rltrain.training.prefix_tree import ranges
 
 RING, BY_HEADS = "p2p", "a2a"
 """Megatron's names of Transformer Engine's ring of keys and values, and of the all-to-all of heads."""
 
 
 @dataclass
-class SlicedSequences(PackedSeqParams):
-    """This rank's slices, and the rows of all ranks that they attend to.
+class SlicedSequences(PackedSeqParams, SlicedRows):
+    """This rank's slices, and the rows of all ranks that they attend to. Rows are numbered rank by rank."""
 
-    Rows are numbered in gathered order, rank by rank. The keys of a slice are those of its sequence up to its own last
-    token.
-    """
-
-    positions: Tensor = field(kw_only=True)
-    """Position of each row in its sequence, [rows of this rank]."""
-    key_rows: Tensor = field(kw_only=True)
-    """Row of each key, slice after slice, [keys]."""
-    boundaries: Tensor = field(kw_only=True)
-    """Starts of the slices among this rank's rows and the end of the last one, int32 [slices + 1]."""
-    key_boundaries: Tensor = field(kw_only=True)
-    """Starts of the slices' keys in `key_rows` and the end of the last ones, int32 [slices + 1]."""
-    num_rows: Tensor = field(kw_only=True)
-    num_keys: Tensor = field(kw_only=True)
-    """Number of keys of each slice, [slices], on the host. `num_rows` is the number of its rows."""
     of_all: WholeSequences = field(kw_only=True)
-
-    @cached_property
-    def padded(self) -> "PaddedSlices":
-        """The slices for kernels on padded batches."""
-        return _padded_slices(self)
-
-
-@dataclass(frozen=True)
-class PaddedSlices:
-    batches: tuple["SliceBatch", ...]
-    slot_of_row: Tensor
-    """Slot of each row in the concatenated batches, [rows of this rank]."""
-
-
-@dataclass(frozen=True)
-class SliceBatch:
-    """Slices with similar numbers of keys, padded to one shape [slices, width of tokens, width of keys]."""
-
-    rows: Tensor
-    """This rank's row in each slot, [slices, tokens]. A slice's last row fills its padding."""
-    key_rows: Tensor
-    """Row of each key, [slices, keys]."""
-    sees: Tensor
-    """Whether a token attends to a key, [slices, 1, tokens, keys]."""
 
 
 @dataclass
@@ -87,7 +54,7 @@ class SpreadHeads(PackedSeqParams):
 
     positions: Tensor = field(kw_only=True)
     """Position of each row in its sequence, [rows of this rank]."""
-    whole: PackedSequences = field(kw_only=True)
+    whole: PackedSequences | TreeSequences = field(kw_only=True)
     """All sequences, laid end to end."""
     of_all: WholeSequences = field(kw_only=True)
 
@@ -101,6 +68,20 @@ def sequences_of_share(
     if not by_heads:
         return _sliced_sequences(torch.tensor(lengths), share, positions, of_all)
     return SpreadHeads(positions=positions, whole=packed_sequences(lengths, device), of_all=of_all)
+
+
+def tree_of_share(
+    batch: MicroBatch, share: ContextShare, device: torch.device, *, by_heads: bool
+) -> SlicedSequences | SpreadHeads:
+    """Describes a micro-batch whose samples share prefixes. This rank has two slices of the tree's rows."""
+    assert batch.tree is not None
+    of_all = WholeSequences.of((sum(batch.segments),), share.size, device)
+    sliced = tree_rows(
+        *(batch.tree, batch.segments, batch.lengths, SlicedSequences, device, share, of_all.row_of_place), of_all=of_all
+    )
+    if not by_heads:
+        return sliced
+    return SpreadHeads(positions=sliced.positions, whole=tree_sequences(batch, device), of_all=of_all)
 
 
 def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> PackedSeqParams:
@@ -194,64 +175,11 @@ def _sliced_sequences(
     each, starts = lengths // (2 * share.size), lengths.cumsum(0) - lengths
     num_rows = each.repeat_interleave(2)
     num_keys = (each[:, None] * (torch.tensor(share.slices()) + 1)).flatten()
-    return SlicedSequences(
-        positions=positions,
-        key_rows=of_all.row_of_place[ranges(starts.repeat_interleave(2), num_keys).to(device)],
-        boundaries=_boundaries(num_rows).to(device),
-        key_boundaries=_boundaries(num_keys).to(device),
-        num_rows=num_rows,
-        num_keys=num_keys,
+    return sliced_rows(
+        num_rows,
+        num_keys,
+        of_all.row_of_place[ranges(starts.repeat_interleave(2), num_keys).to(device)],
+        positions,
+        SlicedSequences,
         of_all=of_all,
     )
-
-
-def _padded_slices(sequences: SlicedSequences) -> PaddedSlices:
-    num_rows, num_keys, device = sequences.num_rows, sequences.num_keys, sequences.positions.device
-    first, first_key = (x.cumsum(0) - x for x in (num_rows, num_keys))
-    batches, slot_of_row, num_slots = [], torch.empty(int(num_rows.sum()), dtype=torch.int64), 0
-    for members in similar_lengths(num_keys):
-        of_slices, of_keys = num_rows[members, None], num_keys[members, None]
-        token = torch.arange(int(of_slices.max())).minimum(of_slices - 1)
-        key = torch.arange(int(of_keys.max()))
-        rows, last_seen = first[members, None] + token, of_keys - of_slices + token
-        batch = SliceBatch(
-            rows=rows.to(device),
-            key_rows=sequences.key_rows[(first_key[members, None] + key.minimum(of_keys - 1)).to(device)],
-            sees=(key.to(device) <= last_seen.to(device)[:, :, None])[:, None],
-        )
-        batches.append(batch)
-        # A row in several slots may use any of them: all have the same result.
-        slot_of_row[rows.flatten()] = num_slots + torch.arange(rows.numel())
-        num_slots += rows.numel()
-    return PaddedSlices(tuple(batches), slot_of_row.to(device))
-
-
-def _boundaries(sizes: Tensor) -> Tensor:
-    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
-    """Returns attention [rows of this rank, heads, head_dim of values].
-
-    `query` is [rows of this rank, heads, head_dim]. `keys` and `values` are [rows of all ranks, kv_heads, ...].
-    """
-    if attends_packed(query, keys, values):
-        keys, values = (x.index_select(0, packed.key_rows) for x in (keys, values))
-        return attend_packed(
-            query,
-            keys,
-            values,
-            packed.boundaries,
-            int(packed.num_rows.max()),
-            key_boundaries=packed.key_boundaries,
-            longest_keys=int(packed.num_keys.max()),
-            scale=scale,
-        )
-    outputs = []
-    for batch in packed.padded.batches:
-        q, k, v = (
-            x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-            for x, rows in ((query, batch.rows), (keys, batch.key_rows), (values, batch.key_rows))
-        )
-        outputs.append(attend(q, k, v, batch.sees, scale=scale).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed.padded.slot_of_row)

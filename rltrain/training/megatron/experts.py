@@ -24,7 +24,7 @@ from rltrain.models.products import clamped_swiglu
 from rltrain.models.routing_shape import NOT_RECORDED
 from rltrain.training.fake_quantization import rounded
 from rltrain.training.megatron.norms import parameter_device
-from rltrain.training.packing import MicroBatch
+from rltrain.training.packing import WHOLE, ContextShare, MicroBatch
 
 # Routing replay: experts are given by the engine that sampled the tokens, or by an earlier pass of the actor.
 #
@@ -103,22 +103,40 @@ class RoutedSamples:
 
     `of_token` [rows of this rank with padding] are sample numbers. Padding has the last number. `lengths` [samples + 1]
     count the tokens of each on all ranks. `shares` [samples + 1] are the weights in the loss, 0 for padding.
+
+    If samples share rows, `rows` are the rows of the tokens on this rank, [tokens], and `of_token` [tokens] are their
+    samples. Padding is left out.
     """
 
     of_token: Tensor
     lengths: Tensor
     shares: Tensor
+    rows: Tensor | None = None
+
+    def of_rows(self, first: int, count: int, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the sample, the logits and the chosen experts of each token in some rows, [tokens, ...]. `logits` and
+        `chosen` have only these rows, [count, experts]."""
+        if self.rows is None:
+            return self.of_token[first : first + count], logits, chosen
+        here = (self.rows >= first) & (self.rows < first + count)
+        places = self.rows[here] - first
+        return self.of_token[here], logits[places], chosen[places]
 
 
-def routed_samples(batch: MicroBatch, shares: Tensor) -> RoutedSamples:
-    """Returns the samples of a micro-batch's tokens. `shares` [samples] are on the micro-batch's device."""
-    lengths = torch.tensor([*batch.lengths, sum(batch.segments) - batch.num_tokens], device=shares.device)
+def routed_samples(batch: MicroBatch, shares: Tensor, share: ContextShare = WHOLE) -> RoutedSamples:
+    """Returns the samples of a micro-batch's tokens on this rank of `share`. `shares` [samples] are on the
+    micro-batch's device."""
+    device, shares = shares.device, torch.nn.functional.pad(shares.float(), (0, 1))
+    padding = 0 if batch.tree is not None else sum(batch.segments) - batch.num_tokens
+    lengths = torch.tensor([*batch.lengths, padding])
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     if batch.slices is None:
-        numbers = torch.arange(len(lengths), device=shares.device)
-        of_token = torch.repeat_interleave(numbers, lengths, output_size=len(batch.padded_tokens))
-    else:
-        of_token = batch.slices.sample_of_row
-    return RoutedSamples(of_token, lengths, shares=torch.nn.functional.pad(shares.float(), (0, 1)))
+        return RoutedSamples(numbers.to(device), lengths.to(device), shares)
+    if batch.tree is None:
+        return RoutedSamples(batch.slices.sample_of_row, lengths.to(device), shares)
+    rows = batch.rows_with(torch.arange(batch.num_tokens), share)
+    here = rows >= 0
+    return RoutedSamples(numbers[here].to(device), lengths.to(device), shares, rows[here].to(device))
 
 
 class SparseLayer(TransformerLayer):
@@ -182,9 +200,10 @@ class SampleRouter(TopKRouter):
         if not (torch.is_grad_enabled() and self.samples):
             return probs, chosen
         logits = logits.view(-1, self.num_experts).float()
-        of_token = self._of_this_rank(self.samples.of_token, len(logits))
+        first = self.tp_group.rank() * len(logits) if self.config.sequence_parallel else 0
+        of_token, logits, experts = self.samples.of_rows(first, len(logits), logits, chosen)
         is_sample = of_token < len(self.samples.shares) - 1
-        self.load += (chosen & is_sample[:, None]).sum(0)
+        self.load += (experts & is_sample[:, None]).sum(0)
         weights = (self.samples.shares / self.samples.lengths.clamp(min=1))[of_token]
         losses = []
         for number, (coefficient, loss) in enumerate(
@@ -195,10 +214,6 @@ class SampleRouter(TopKRouter):
                 self.losses[number] += value.detach()
                 losses.append(coefficient * value)
         return (MoEAuxLossAutoScaler.apply(probs, sum(losses)) if losses else probs), chosen
-
-    def _of_this_rank(self, values: Tensor, count: int) -> Tensor:
-        first = self.tp_group.rank() * count if self.config.sequence_parallel else 0
-        return values[first : first + count]
 
     def _imbalance(self, logits: Tensor, of_token: Tensor, samples: RoutedSamples) -> Tensor:
         """Returns the balance loss per token, [tokens]. It is 1 for even loads.

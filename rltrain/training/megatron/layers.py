@@ -46,12 +46,14 @@ from rltrain.training.megatron.attention import (
     OwnRotary,
     PackedAttention,
     PackedSequences,
+    TreeSequences,
 )
 from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.platform import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.versions import dense_mlp
+from rltrain.training.packed_attention import SlicedRows, UnsharedTokens
 from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
 
 # Gated delta nets over packed sequences, in plain torch.
@@ -143,7 +145,7 @@ class PackedDeltaNet(MegatronModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedSequences | SlicedSequences | SpreadHeads,
+        packed_seq_params: PackedSequences | TreeSequences | SlicedSequences | SpreadHeads,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Maps [tokens (of this rank), 1, hidden] to the same shape, and None as the bias.
@@ -154,15 +156,34 @@ class PackedDeltaNet(MegatronModule):
         projected, _ = self.in_proj(hidden_states)
         if isinstance(packed_seq_params, PackedSequences):
             heads = self._core(projected[:, 0], packed_seq_params, packed_seq_params.derived)
+        elif isinstance(packed_seq_params, TreeSequences):
+            heads = self._core_of_tree(projected[:, 0], packed_seq_params, packed_seq_params.derived)
         else:
             whole, num_ranks = packed_seq_params.of_all, self.cp_group.size()
             kinds = [kind.unflatten(-1, (num_ranks, -1)) for kind in projected[:, 0].split(_sizes(self.delta), -1)]
             of_heads = spread_over_heads(torch.cat(kinds, dim=-1), whole, self.cp_group)
-            heads = back_from_heads(self._core(of_heads, whole, whole.derived), whole, self.cp_group).flatten(1)
+            rows = packed_seq_params.whole if isinstance(packed_seq_params, SpreadHeads) else packed_seq_params
+            if isinstance(rows, SlicedRows) and rows.unshared is not None:
+                heads = self._core_of_tree(of_heads, rows, whole.derived)
+            else:
+                heads = self._core(of_heads, whole, whole.derived)
+            heads = back_from_heads(heads, whole, self.cp_group).flatten(1)
         output: tuple[Tensor, Tensor | None] = self.out_proj(heads[:, None])
         return output
 
-    def _core(self, projected: Tensor, sequences: PackedSequences | WholeSequences, derived: dict[str, Any]) -> Tensor:
+    def _core_of_tree(self, projected: Tensor, rows: SlicedRows, derived: dict[str, Any]) -> Tensor:
+        """Computes `_core` for each of the samples that share the rows, because a state depends on all tokens before.
+        It maps and returns rows."""
+        unshared = rows.unshared
+        assert unshared is not None, "the samples must share rows"
+        return unshared.gathered(self._core(unshared.spread(projected), unshared, derived))
+
+    def _core(
+        self,
+        projected: Tensor,
+        sequences: PackedSequences | WholeSequences | UnsharedTokens,
+        derived: dict[str, Any],
+    ) -> Tensor:
         """Maps [tokens of whole sequences, this rank's rows of in_proj] to [tokens, this rank's values]."""
         if PACKED not in derived:
             derived[PACKED] = packed_states(sequences.lengths, self.delta.kernel, projected.device)

@@ -37,8 +37,9 @@ from rltrain.training.megatron.attention import (
     packed_sequences,
     rotate_by_position,
     thd_sequences,
+    tree_sequences,
 )
-from rltrain.training.megatron.context_parallel import BY_HEADS, sequences_of_share, thd_slices
+from rltrain.training.megatron.context_parallel import BY_HEADS, sequences_of_share, thd_slices, tree_of_share
 from rltrain.training.megatron.experts import round_experts
 from rltrain.training.megatron.layers import (
     DeferredHead,
@@ -343,6 +344,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
             count_multiple_of=stages if len(self.chunks) > 1 else 1,
             together=self.pg_collection.tp_dp_cp if self.shares_experts else None,
             padding="longest of all" if config.moe_token_dispatcher_type == "allgather" else "longest",
+            prefixes=self.share_prefixes,
         )
 
     def logits_of(self, outputs: Tensor) -> Logits:
@@ -400,6 +402,14 @@ class LanguageModel(torch.nn.Module, PackedModel):
             first = self.pg_collection.tp.rank() * num_rows
             rows = torch.where(rows < first + num_rows, rows - first, -1)
         return rows.clamp(min=-1)
+
+    def sequences_of(self, batch: MicroBatch) -> PackedSeqParams:
+        """Describes the rows of a micro-batch, as an argument of forward()."""
+        if batch.tree is None:
+            return self.sequences(batch.segments)
+        if self.share.size > 1:
+            return tree_of_share(batch, self.share, self.device, by_heads=self.config.cp_comm_type == BY_HEADS)
+        return tree_sequences(batch, self.device)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describes sequences packed end to end, as an argument of forward().
