@@ -45,6 +45,9 @@ Offload = Literal["auto"] | bool
 the memory, and the device is not the host."""
 
 
+SharePrefixes = Literal["auto"] | bool
+
+
 def _off(given: object) -> object:
     """Turns YAML's false for a bare `off` back into "off"."""
     return "off" if given is False else given
@@ -323,6 +326,10 @@ class Actor(Trained):
     """The trained policy."""
 
     parallel: Parallel = Parallel()
+    share_prefixes: SharePrefixes = "auto"
+    """Computes a prefix that several samples of a micro-batch share only once: a prompt of a group, the turns before
+    another. Results are the same but for rounding. micro_batch_tokens then counts computed tokens. `auto`: where that
+    saves a tenth of the tokens."""
 
 
 class Critic(Trained):
@@ -330,6 +337,8 @@ class Critic(Trained):
 
     parallel: Parallel | None = None
     """Parallel sizes. `null`: the actor's."""
+    share_prefixes: SharePrefixes | None = None
+    """Same as actor.share_prefixes. `null`: the actor's."""
     path: Annotated[str | None, HubName("model")] = None
     """A Hugging Face checkpoint to start from. Without a score head the head starts at zero. `null`: the actor's
     starting checkpoint."""
@@ -354,6 +363,8 @@ class Evaluating(Section):
     """Parallel sizes. `null`: the actor's."""
     micro_batch_tokens: Count = 16384
     """Most tokens of a micro-batch, as actor.micro_batch_tokens."""
+    share_prefixes: SharePrefixes | None = None
+    """Same as actor.share_prefixes. `null`: the actor's."""
     offload: Offload = "auto"
     """Same as actor.offload."""
 

@@ -48,6 +48,7 @@ from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Recompute as Recompute
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
+from rltrain.config.models import SharePrefixes as SharePrefixes
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.models import VisionSettings as VisionSettings
@@ -377,6 +378,11 @@ class Config(Section):
         """Returns the training backend of a role's model."""
         own: Backend | None = getattr(getattr(self, role, None), "backend", None)
         return own or self.actor.backend or "megatron"
+
+    def share_prefixes_of(self, role: str) -> SharePrefixes:
+        """Returns whether a role's model computes shared prefixes once."""
+        own: SharePrefixes | None = getattr(getattr(self, role), "share_prefixes", None)
+        return self.actor.share_prefixes if own is None else own
 
     @property
     def makes_actor_weights(self) -> bool:

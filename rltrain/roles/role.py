@@ -47,14 +47,21 @@ class Operations:
     def __init__(self) -> None:
         self._begun = Begun()
 
-    def add(self, architecture: Architecture, lengths: Sequence[int], num_ranks: int, *, backward: bool) -> None:
+    def add(
+        self,
+        architecture: Architecture,
+        lengths: Sequence[int],
+        num_ranks: int,
+        *,
+        before: Sequence[int] = (),
+        backward: bool,
+    ) -> None:
         """Adds a forward pass over sequences of these lengths on a replica of `num_ranks`, and with `backward` the
-        backward pass."""
+        backward pass. Of the sequences, beginnings of the lengths `before` are not computed."""
         cost = forward_flops(architecture)
-        operations = cost.training(lengths) if backward else cost.forward(lengths)
-        self._begun = Begun(
-            self._begun.operations + operations / num_ranks, self._begun.tokens + sum(lengths) / num_ranks
-        )
+        work = cost.training if backward else cost.forward
+        operations, tokens = work(lengths) - work(before), sum(lengths) - sum(before)
+        self._begun = Begun(self._begun.operations + operations / num_ranks, self._begun.tokens + tokens / num_ranks)
 
     def add_images(self, vision: Vision, grids: Iterable[Images], num_ranks: int, *, backward: bool) -> None:
         """Adds a pass of a vision tower over images of these grids, and with `backward` the backward pass. `num_ranks`
@@ -172,11 +179,12 @@ class Job:
             checkpoint=checkpoint,
         )
 
-    def _begin_micro_batch(self, role: str, lengths: Sequence[int], backward: bool) -> None:
+    def _begin_micro_batch(self, role: str, lengths: Sequence[int], before: Sequence[int], backward: bool) -> None:
         self.heartbeat.advance()
         self.waiter.meanwhile()
         grid = self.grids[role]
-        self.operations.add(self.architectures[role], lengths, len(grid.ranks) // grid.dp, backward=backward)
+        num_ranks = len(grid.ranks) // grid.dp
+        self.operations.add(self.architectures[role], lengths, num_ranks, before=before, backward=backward)
 
     def _begin_images(self, role: str, grids: Sequence[Images], backward: bool) -> None:
         vision, grid = self.architectures[role].vision, self.grids[role]

@@ -68,6 +68,7 @@ UPDATE = (
     Metric("train/overflowed_updates", "", "skipped steps that a smaller loss scale may save"),
     Metric("train/long_rows", "rows", "rows of data.train left out or cut by data.on_long_row"),
     Metric("train/tokens", "tokens", "prompt and response tokens trained on in the step"),
+    Metric("train/shared_tokens_ratio", "fraction", "share of these computed with another sample's (share_prefixes)"),
     Metric("images/tokens", "tokens", "tokens of images among train/tokens, with model.vision"),
     Metric("images/distinct", "images", "different images trained on in the step, on each replica, summed"),
     Metric("train/reward_kl", "nats", "mean over responses of the KL per token, with loss.kl.where: reward"),
@@ -119,6 +120,7 @@ UPDATE_CRITIC = (
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
     Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
     Metric("critic/lr", "", "the critic's learning rate"),
+    Metric("critic/shared_tokens_ratio", "fraction", "as train/shared_tokens_ratio, for the critic"),
     *(Metric(f"critic/{name}", "", f"as train/{name}, for the critic") for name in OF_SKIPPING),
     *(Metric(f"critic/{name}", unit, f"as train/{name}, for the critic") for name, unit, _ in OF_EXPERTS),
 )

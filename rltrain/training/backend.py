@@ -12,6 +12,7 @@ from rltrain.checkpoint.run_files import AnyFile
 from rltrain.config.models import Lora
 from rltrain.config.schema import Config, Trained
 from rltrain.data.images import ImageRules
+from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
@@ -19,7 +20,7 @@ from rltrain.runtime.image_files import ImageStore
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
 from rltrain.training.adapters import begin_adapters
-from rltrain.training.logprobs import PackedModel
+from rltrain.training.logprobs import OnMicroBatch, PackedModel
 from rltrain.training.tower_pass import OnImages, Sight
 from rltrain.training.trainable import RoleModel, TrainedModel
 
@@ -39,9 +40,8 @@ class ModelSite:
     grid: Grid
     groups: ProcessGroups
     architecture: Architecture
-    on_micro_batch: Callable[[Sequence[int], bool], None]
-    """Called at the start of every micro-batch with its sample lengths and whether gradients are computed. It shows the
-    model's progress and counts its work."""
+    on_micro_batch: OnMicroBatch
+    """Called at the start of every micro-batch. It shows the model's progress and counts its work."""
 
     checkpoint: str | None = None
     """Folder with the initial weights, if it is not the role's checkpoint."""
@@ -104,13 +104,26 @@ class TrainingBackend(ABC):
         `trains` is whether any part of it is trained. Collective over: the role's ranks.
         """
 
+    def _built(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> PackedModel:
+        model = self.build(site, lora, trains=trains)
+        model.on_micro_batch = site.on_micro_batch
+        model.share_prefixes, obstacle = site.config.share_prefixes_of(site.role), model.obstacle_to_sharing
+        if obstacle is None:
+            return model
+        if model.share_prefixes is True:
+            raise ConfigError(
+                f"{site.role}.share_prefixes: got true, of this role or of the actor, but {obstacle}; expected auto or "
+                "false"
+            )
+        model.share_prefixes = False
+        return model
+
     def frozen_model(self, site: ModelSite) -> RoleModel:
         """Returns a model for evaluation with the weights of the role's checkpoint.
 
         Collective over: the role's ranks.
         """
-        model = self.build(site, None, trains=False)
-        model.on_micro_batch = site.on_micro_batch
+        model = self._built(site, None, trains=False)
         site.load_weights(model.layout, model.weights)
         return self.evaluated(model)
 
@@ -124,8 +137,7 @@ class TrainingBackend(ABC):
         the role's ranks.
         """
         lora, rank = site.config.lora_of(site.role), site.world.rank
-        model = self.build(site, lora, trains=True)
-        model.on_micro_batch = site.on_micro_batch
+        model = self._built(site, lora, trains=True)
         if state is None or model.learned_layout is not model.layout:
             site.load_weights(model.layout, model.weights)
         if state is None and lora:

@@ -38,7 +38,7 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
     kept = []
     images = model.tower_pass(micro_batches, trains=backward)
     for number, batch in enumerate(micro_batches):
-        model.on_micro_batch(batch.lengths, backward)
+        model.on_micro_batch(*batch.computed, backward)
         found = model.outputs(batch, shown_in(images, number, batch, model.share))
         if batch.num_tokens:
             loss, of_batch = outputs(batch, found[: batch.num_rows])

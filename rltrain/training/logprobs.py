@@ -316,6 +316,11 @@ def groups_of_rank(grid: Grid, groups: ProcessGroups) -> dict[str, dist.ProcessG
     return found
 
 
+OnMicroBatch = Callable[[Sequence[int], Sequence[int], bool], None]
+"""Takes the lengths of a micro-batch's sequences, the lengths of beginnings of them that are not computed again, and
+whether gradients are computed."""
+
+
 class PackedModel(ABC):
     """This rank's part of a model for packed samples. Each backend supplies the modules."""
 
@@ -340,9 +345,8 @@ class PackedModel(ABC):
         self.adapters: AdapterMode | None = None
         self.share_prefixes: Literal["auto"] | bool = False
         """Whether prefixes that samples share are computed once."""
-        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
-        """Called at the start of every micro-batch with its sample lengths and whether gradients are computed. It shows
-        the model's progress."""
+        self.on_micro_batch: OnMicroBatch = lambda lengths, before, backward: None
+        """Called at the start of every micro-batch."""
 
     @property
     @abstractmethod
@@ -353,6 +357,11 @@ class PackedModel(ABC):
     @abstractmethod
     def packing(self) -> Packing:
         """The packing requirements of the model."""
+
+    @property
+    def obstacle_to_sharing(self) -> str | None:
+        """The reason why samples cannot share rows for their prefixes, or None if they can."""
+        return None
 
     @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:

@@ -145,16 +145,42 @@ class MicroBatch:
         """Number of rows of the model's output on this rank, without padding after the last sample."""
         return self.num_tokens if self.slices is None else len(self.slices.token_of_row)
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Number of tokens computed by all ranks that share the samples, without padding."""
+        return self.num_tokens if self.tree is None else self.tree.num_rows
+
+    @property
+    def computed(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Lengths of sequences, and of their beginnings that are not computed, because another sequence has them."""
+        if self.tree is None:
+            return self.lengths, ()
+        depths = self.tree.depths
+        return [depth + length for depth, length in zip(depths, self.tree.lengths, strict=True)], depths
+
     def rows_of(self, values: Tensor) -> Tensor:
         """Selects the values of this rank's tokens from `values` [tokens, ...]: shape [rows, ...]."""
         return values if self.slices is None else values[self.slices.token_of_row.to(values.device)]
 
     def rows_with(self, tokens: Tensor, share: ContextShare) -> Tensor:
         """Returns the rows of `tokens` [n] on this rank, or -1 for tokens of other ranks of the `share`. All are on the
-        host."""
+        host.
+
+        Of several tokens that share a row, one has it. The others have -1.
+        """
         if self.slices is None:
             return tokens
-        rows = self.slices.row_of_token.cpu()[tokens] - share.rank * self.num_rows
+        rows = self.rows_of_all(share)[tokens]
+        if self.tree is not None:
+            is_first = self.tree.token_of_row[self.tree.row_of_token[tokens]] == tokens
+            rows = torch.where(is_first, rows, -1)
+        return rows
+
+    def rows_of_all(self, share: ContextShare) -> Tensor:
+        """Returns the row of each token on this rank, or -1 if another rank of the `share` has it, [tokens] on the
+        host."""
+        assert self.slices is not None, "rows are the tokens"
+        rows = self.slices.row_of_token.cpu() - share.rank * self.num_rows
         return torch.where((rows >= 0) & (rows < self.num_rows), rows, -1)
 
 

@@ -16,8 +16,9 @@ MIN_SHARED_TOKENS = 16
 LEAST_SAVED = 0.1
 """Share of tokens from which `share_prefixes: auto` shares prefixes."""
 
-TOLD_APART_BY = ("tokens", "routed_experts")
-"""Fields in which tokens must be equal to share a row. A router may have sent equal tokens to different experts."""
+TOLD_APART_BY = ("tokens", "routed_experts", "image_keys", "rope_positions")
+"""Fields in which tokens must be equal to share a row. A router may have sent equal tokens to different experts, and
+equal tokens may stand for different images."""
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,8 @@ class RoleModel(ABC):
 
 SKIPPED = "skipped_updates"
 """Metric of an optimizer step: 1 if the step was skipped because its loss or gradient norm was not finite, else 0."""
+SHARED_TOKENS = "shared_tokens_ratio"
+"""Metric of an optimizer step: the share of tokens that were computed with another sample's."""
 LOSS_SCALE, OVERFLOWED = "loss_scale", "overflowed_updates"
 """Metrics of an fp16 model's optimizer step: the loss scale after it, and 1 or 0 for an overflow of the gradients. An
 overflow is also among SKIPPED. A smaller loss scale may avoid it."""
@@ -199,24 +201,27 @@ class Pending:
     """Counts and loss outputs accumulated since the last optimizer step."""
 
     def __init__(self) -> None:
-        self.num_samples = 0
+        self.num_samples = self.num_tokens = self.num_rows = 0
         self.response_tokens = 0
         self.num_parts = 0
         self.outputs: list[LossOutput] = []
 
     def count(self, experience: Experience) -> None:
-        """Counts the samples and response tokens of the next part."""
+        """Counts the samples and tokens of the next part."""
         self.num_samples += experience.num_samples
+        self.num_tokens += experience.num_tokens
         self.response_tokens += int(experience.response_mask.sum())
 
     def reduced(self, replicas: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
         """Returns the mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the data-parallel group."""
         first = self.outputs[0]
-        counts = torch.tensor([self.num_samples, self.response_tokens], dtype=torch.float64, device=device)
+        counts = torch.tensor(
+            [self.num_samples, self.response_tokens, self.num_tokens, self.num_rows], dtype=torch.float64, device=device
+        )
         rows = [(o.divisor, o.loss, *o.sums.values(), *o.token_sums.values()) for o in self.outputs]
         totals = torch.cat([counts, _scalars(rows, device).sum(0)])
         dist.all_reduce(totals, group=replicas)
-        num_samples, response_tokens, divisor, *sums = totals.tolist()
+        num_samples, response_tokens, num_tokens, num_rows, divisor, *sums = totals.tolist()
         divisors = [divisor] * (1 + len(first.sums)) + [response_tokens] * len(first.token_sums)
         means = [total / (by or 1) for total, by in zip(sums, divisors, strict=True)]
         metrics = dict(zip(["loss", *first.sums, *first.token_sums], means, strict=True))
@@ -224,7 +229,8 @@ class Pending:
             maxima = _scalars([tuple(o.maxima.values()) for o in self.outputs], device).amax(0)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=replicas)
             metrics |= dict(zip(first.maxima, maxima.tolist(), strict=True))
-        return metrics | {NUM_SAMPLES: num_samples, DIVISOR: divisor}
+        shared = 1 - num_rows / num_tokens if num_tokens else 0.0
+        return metrics | {NUM_SAMPLES: num_samples, DIVISOR: divisor, SHARED_TOKENS: shared}
 
 
 class SkippedSteps:
@@ -512,6 +518,7 @@ class TrainedModel(RoleModel):
         pending = self._pending
         pending.count(experience)
         micro_batches = self.model.micro_batches(experience, self.settings.micro_batch_tokens)
+        pending.num_rows += sum(batch.num_computed_tokens for batch in micro_batches)
         with self._drawing(pending.num_parts):
             pending.outputs += self.backward(micro_batches, loss_function, temperature, is_whole=is_whole)
         pending.num_parts += 1

@@ -206,7 +206,7 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
         way.grid,
         groups,
         architecture.value_model() if way.role == "critic" else architecture,
-        on_micro_batch=lambda lengths, backward: None,
+        on_micro_batch=lambda lengths, before, backward: None,
     )
 
 

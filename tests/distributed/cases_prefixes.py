@@ -1,5 +1,7 @@
 """The ranks of test_prefixes: every objective with and without shared prefixes, on the same ranks."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.algorithms.losses import LossFunction
 from rltrain.data.experience import Experience
+from rltrain.models import Architecture
 from rltrain.runtime.grid import Grid
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.fsdp_backend import ShardedTrainableModel
+from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.trainable import TrainedModel
 from tests.distributed.cases_context_parallel import (
     BALANCED,
@@ -25,7 +32,9 @@ from tests.distributed.cases_context_parallel import (
 from tests.distributed.cases_context_parallel import (
     experience as fields_of,
 )
-from tests.support.trained_models import groups_on, in_training, megatron_model, summed_gradients
+from tests.distributed.cases_fsdp import Way, build
+from tests.distributed.cases_training import negative_log_likelihood
+from tests.support.trained_models import groups_on, in_training, load_experience, megatron_model, summed_gradients
 
 GRIDS = {
     **CUT_GRIDS,
@@ -33,6 +42,11 @@ GRIDS = {
     "pp2": Grid((2, 3), pp=2),
     "ep2": Grid((0, 1), ep=2),
     "tp2_pp2": Grid((0, 1, 2, 3), tp=2, pp=2),
+}
+WAYS = {
+    "megatron": Way("megatron", ranks=2, tp=2, max_tokens=150),
+    "fsdp": Way(ranks=3, max_tokens=150),
+    "fsdp_cp2": Way(ranks=4, cp=2, max_tokens=150),
 }
 MAX_TOKENS = 150
 FEW: Layouts = {
@@ -67,42 +81,80 @@ def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
         for layout, settings in layouts.items():
             grid = GRIDS[f"rank{number % 4}" if layout == "tp1" else layout]
             if dist.get_rank() in grid.ranks:
-                moe = BALANCED.model_copy(update={"bias_update_rate": 0.0})
-                model = megatron_model(path, grid, groups, architecture=architecture, moe=moe, **settings)
-                # Without the distributed optimizer, every rank has the whole gradients.
-                trained = in_training(
-                    model, updates=1, max_tokens=MAX_TOKENS, optimizer={"lr": 1e-30}, distributed_optimizer=False
-                )
-                results[f"{name}/{layout}"] = differences(trained, name)
+                make = partial(_trained, architecture, path, grid, groups, **settings)
+                results[f"{name}/{layout}"] = differences(make, experience(name), OBJECTIVES[name][1])
     return results
 
 
-def differences(trained: TrainedModel, name: str) -> dict[str, Any]:
+def _trained(
+    architecture: Architecture, path: Path, grid: Grid, groups: ProcessGroups, **settings: Any
+) -> TrainableModel:
+    model = megatron_model(path, grid, groups, architecture=architecture, moe=BALANCED, **settings)
+    # Without the distributed optimizer, every rank has the whole gradients.
+    return in_training(model, updates=1, max_tokens=MAX_TOKENS, optimizer={}, distributed_optimizer=False)
+
+
+FAMILIES = [
+    *((family, backend) for family in ("gemma2", "gpt_oss", "qwen3_window") for backend in WAYS),
+    *(("qwen3_next", backend) for backend in ("megatron", "fsdp")),
+]
+"""Models with windows, softcaps, sinks or states, and their backends."""
+
+
+def of_families(checkpoints: dict[str, str]) -> dict[str, Any]:
+    """Returns this rank's results of FAMILIES, by "family/backend"."""
+    groups, results = groups_on(way.grid for way in WAYS.values()), {}
+    for name, path in checkpoints.items():
+        samples = beginning_alike(load_experience(Path(path)))
+        for backend, way in WAYS.items():
+            if (name, backend) in FAMILIES and dist.get_rank() in way.grid.ranks:
+                make = partial(build, way, Path(path), groups)
+                results[f"{name}/{backend}"] = differences(make, samples, negative_log_likelihood)
+    return results
+
+
+def beginning_alike(samples: Experience) -> Experience:
+    """Returns the samples with the first tokens of the longest, in three groups."""
+    texts = [*samples.tokens.split(samples.lengths.tolist())]
+    longest = max(texts, key=len)
+    for number, text in enumerate(texts):
+        cut = (40, 30, 20)[number % 3]
+        texts[number] = torch.cat([longest[:cut][: len(text)], text[cut:]])
+    return samples.with_fields(tokens=torch.cat(texts))
+
+
+def differences(make: Callable[[], TrainedModel], samples: Experience, loss: LossFunction) -> dict[str, Any]:
     """Returns the differences of a model's results with shared prefixes from those without them, by name."""
-    unshared, shared = (results_of(trained, name, share_prefixes=share) for share in (False, True))
+    unshared, shared = (results_of(make(), samples, loss, share_prefixes=share) for share in (False, True))
     assert unshared.keys() == shared.keys()
-    return {
-        "rows": [sum(map(int, rows)) for rows in (unshared.pop("rows"), shared.pop("rows"))],
-        **{
-            key: float((shared[key] - value).abs().max() / value.abs().max().clamp(min=1))
-            for key, value in unshared.items()
-        },
-    }
+    rows = [int(of_batches.sum()) for of_batches in (unshared.pop("rows"), shared.pop("rows"))]
+    differences = {key: float((shared[key] - value).abs().max()) for key, value in unshared.items() if value.numel()}
+    largest = {key: max(1.0, float(unshared[key].abs().max())) for key in differences}
+    return {"rows": rows, **{key: differences[key] / largest[key] for key in differences}}
 
 
-def results_of(trained: TrainedModel, name: str, *, share_prefixes: bool) -> dict[str, Tensor]:
+def results_of(
+    trained: TrainedModel, samples: Experience, loss: LossFunction, *, share_prefixes: bool
+) -> dict[str, Tensor]:
     """Returns the rows of the micro-batches, log-probs or scores, gradients and metrics, by name."""
-    model, loss = trained.model, OBJECTIVES[name][1]
+    model = trained.model
     model.share_prefixes = share_prefixes
-    samples = of_replica(experience(name), model.grid)
+    samples = of_replica(samples, model.grid)
     batches = model.micro_batches(samples, MAX_TOKENS)
     found = {"rows": torch.tensor([batch.num_rows * model.share.size for batch in batches])}
     found["told"] = trained.evaluate(samples, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
     if model.architecture.head == "vocabulary":
         told = trained.distributions(samples, count=2, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
         found |= {f"distribution {number}": values.float() for number, values in enumerate(told)}
-    found |= {f"gradient of {key}": value.clone() for key, value in summed_gradients(trained, samples, loss).items()}
+    if isinstance(trained, ShardedTrainableModel):
+        trained.accumulate(samples, loss)
+        gradients = trained.optimizer.gradients()
+    else:
+        assert isinstance(trained, TrainableModel)
+        gradients = summed_gradients(trained, samples, loss)
+    found |= {f"gradient of {key}": value.clone() for key, value in gradients.items()}
     metrics = trained.step()
+    del metrics["shared_tokens_ratio"]
     return found | {f"metric {key}": torch.tensor(value) for key, value in metrics.items()}
 
 

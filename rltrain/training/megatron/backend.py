@@ -229,7 +229,7 @@ def run_schedule(
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number, batch = next(batches)
         if chunk is chunks[0]:
-            model.on_micro_batch(batch.lengths, backward)
+            model.on_micro_batch(*batch.computed, backward)
         sequences = _described(model, batch, shares, None if found is None else found[number])
         _show(images if chunk is chunks[0] else None, number, model, batch, sequences)
         predicted = tell_following(sequences, batch) if predicts else None

@@ -134,7 +134,7 @@ def routed_samples(batch: MicroBatch, shares: Tensor, share: ContextShare = WHOL
         return RoutedSamples(numbers.to(device), lengths.to(device), shares)
     if batch.tree is None:
         return RoutedSamples(batch.slices.sample_of_row, lengths.to(device), shares)
-    rows = batch.rows_with(torch.arange(batch.num_tokens), share)
+    rows = batch.rows_of_all(share)
     here = rows >= 0
     return RoutedSamples(numbers[here].to(device), lengths.to(device), shares, rows[here].to(device))
 

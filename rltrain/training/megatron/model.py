@@ -347,6 +347,14 @@ class LanguageModel(torch.nn.Module, PackedModel):
             prefixes=self.share_prefixes,
         )
 
+    @property
+    def obstacle_to_sharing(self) -> str | None:
+        if self.options.transformer_engine:
+            return "Transformer Engine's attention takes whole sequences"
+        if self.options.model.mtp is not None:
+            return "the layer of model.mtp predicts two tokens ahead, which differ between samples"
+        return None
+
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the last chunk's outputs as logits."""
         chunk_tokens = self.options.model.logits_chunk_tokens
