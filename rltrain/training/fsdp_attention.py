@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
-from rltrain.training.packed_attention import PackedRows, SlicedRows, attend_rows, packed_rows, tree_rows
+from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import (
     ContextShare,
     MicroBatch,
@@ -21,6 +21,7 @@ from rltrain.training.packing import (
     positions_of,
     spread_over_heads,
 )
+from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Context parallelism by heads: every rank attends over all tokens in some heads.
 

@@ -64,8 +64,9 @@ from rltrain.training.fsdp_vision import (
     positions_around_images,
 )
 from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
-from rltrain.training.packed_attention import PackedRows, SlicedRows, packed_rows, tree_rows
+from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
+from rltrain.training.sliced_attention import SlicedRows, tree_rows
 from rltrain.training.tower_pass import Shown, Sight, TowerPass, pieces_of
 
 # Low-rank adapters of transformers' experts. The experts' matrices are stacked in parameters of a layer.

@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from rltrain.models.attention import attend, attend_packed, attends_packed, sees
 from rltrain.models.flops import SCORES_AT_ONCE
-from rltrain.training.packing import WHOLE, ContextShare
-from rltrain.training.prefix_tree import PrefixTree
 
 # Blockwise causal attention with softcap and sinks, beyond the options of torch's kernels.
 #
@@ -222,233 +220,11 @@ def similar_lengths(sizes: Tensor) -> list[Tensor]:
     return groups
 
 
-# Slices of sequences, whose queries are the last of their keys.
-
-
-@dataclass(frozen=True)
-class SliceBatch:
-    """Slices with similar numbers of keys, padded to one shape [slices, width of tokens, width of keys]."""
-
-    rows: Tensor
-    """Row in each slot, [slices, tokens]. A slice's last row fills its padding."""
-    key_rows: Tensor
-    """Row of each key, [slices, keys]."""
-    num_keys: Tensor
-    """Number of keys that a token attends to, [slices, 1, tokens, 1]."""
-
-    def sees(self, window: int | None) -> Tensor:
-        """Returns whether a token attends to a key, [slices, 1, tokens, keys]."""
-        distance = self.num_keys - 1 - torch.arange(self.key_rows.size(1), device=self.rows.device)
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
-
-
-@dataclass
-class SlicedRows(RowsOfLayers):
-    """Slices of sequences, and the keys of each: its sequence from the beginning up to the slice's last token.
-
-    A row may be a key of several slices. `key_rows` may number other rows than queries do, those of several ranks.
-    """
-
-    key_rows: Tensor = field(kw_only=True)
-    """Row of each key, slice after slice, [keys]."""
-    boundaries: Tensor = field(kw_only=True)
-    """Starts of the slices among the rows and the end of the last one, int32 [slices + 1]."""
-    key_boundaries: Tensor = field(kw_only=True)
-    """Starts of the slices' keys in `key_rows` and the end of the last ones, int32 [slices + 1]."""
-    num_rows: Tensor = field(kw_only=True)
-    num_keys: Tensor = field(kw_only=True)
-    """Number of keys of each slice, [slices], on the host. `num_rows` is the number of its rows."""
-    unshared: "UnsharedTokens | None" = field(kw_only=True, default=None)
-    """The tokens of all samples, if they share rows."""
-
-    def padded(self) -> tuple[list[SliceBatch], Tensor]:
-        """Returns padded batches of the slices, and the slot of each row in the concatenated batches, [rows]."""
-        return self.once("padded slices", self._padded)
-
-    def _padded(self) -> tuple[list[SliceBatch], Tensor]:
-        num_rows, num_keys, device = self.num_rows, self.num_keys, self.positions.device
-        first, first_key = (x.cumsum(0) - x for x in (num_rows, num_keys))
-        batches, slot_of_row, num_slots = [], torch.empty(int(num_rows.sum()), dtype=torch.int64), 0
-        for members in similar_lengths(num_keys):
-            of_slices, of_keys = num_rows[members, None], num_keys[members, None]
-            token = torch.arange(int(of_slices.max())).minimum(of_slices - 1)
-            key = torch.arange(int(of_keys.max()))
-            rows, seen = first[members, None] + token, of_keys - of_slices + token + 1
-            batch = SliceBatch(
-                rows=rows.to(device),
-                key_rows=self.key_rows[(first_key[members, None] + key.minimum(of_keys - 1)).to(device)],
-                num_keys=seen.to(device)[:, None, :, None],
-            )
-            batches.append(batch)
-            # A row in several slots may use any of them: all have the same result.
-            slot_of_row[rows.flatten()] = num_slots + torch.arange(rows.numel())
-            num_slots += rows.numel()
-        return batches, slot_of_row.to(device)
-
-
-Slices = TypeVar("Slices", bound=SlicedRows)
-
-
-def sliced_rows(
-    num_rows: Tensor, num_keys: Tensor, key_rows: Tensor, positions: Tensor, kind: type[Slices], **further: Any
-) -> Slices:
-    """Builds a `kind` of SlicedRows. The numbers are on the host, key rows and positions on the device."""
-    device = positions.device
-    return kind(
-        positions=positions,
-        key_rows=key_rows,
-        boundaries=boundaries_of(num_rows.tolist(), device),
-        key_boundaries=boundaries_of(num_keys.tolist(), device),
-        num_rows=num_rows,
-        num_keys=num_keys,
-        **further,
-    )
-
-
-def attend_slices(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slices: SlicedRows,
-    scale: float | None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Returns attention [rows, heads, head_dim of values] of query [rows, heads, head_dim].
-
-    `keys` and `values` [rows of all keys, kv_heads, ...] are selected by `key_rows`. `scale`, `window`, `softcap` and
-    `sinks` are those of attend_blockwise.
-    """
-    if softcap is None and sinks is None and attends_packed(query, keys, values):
-        return _attend_selected(query, keys, values, slices, scale, window)
-    batches, slot_of_row = slices.padded()
-    outputs = []
-    for batch in batches:
-        q, k, v = (
-            x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-            for x, rows in ((query, batch.rows), (keys, batch.key_rows), (values, batch.key_rows))
-        )
-        of_heads = None if sinks is None else sinks[:, None, None]
-        attended = attend(q, k, v, batch.sees(window), scale=scale, softcap=softcap, sinks=of_heads)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, slot_of_row)
-
-
-def _attend_selected(
-    query: Tensor, keys: Tensor, values: Tensor, slices: SlicedRows, scale: float | None, window: int | None
-) -> Tensor:
-    """Computes `attend_slices` in one launch. Backward selects the keys and values again, so no copies are kept."""
-    of_keys, of_values = (x.index_select(0, slices.key_rows) for x in (keys, values))
-    sources = {(copy.data_ptr(), copy.shape): x.detach() for copy, x in ((of_keys, keys), (of_values, values))}
-
-    def pack(x: Tensor) -> Tensor | tuple[Tensor]:
-        source = sources.get((x.data_ptr(), x.shape))
-        return x if source is None else (source,)
-
-    def unpack(kept: Tensor | tuple[Tensor]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept[0].index_select(0, slices.key_rows)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return attend_packed(
-            query,
-            of_keys,
-            of_values,
-            slices.boundaries,
-            int(slices.num_rows.max()),
-            key_boundaries=slices.key_boundaries,
-            longest_keys=int(slices.num_keys.max()),
-            scale=scale,
-            window=window,
-        )
-
-
-# Rows of samples that share prefixes.
-
-
-@dataclass(frozen=True)
-class UnsharedTokens:
-    """The tokens of samples that share rows, followed by padding, for what is computed for each sample."""
-
-    lengths: tuple[int, ...]
-    """Lengths of the samples and of pieces of padding."""
-    row_of_token: Tensor
-    token_of_row: Tensor
-    """A token of each row. A shared row has several, with equal results."""
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """Returns [tokens, ...] of [rows, ...]. Gradients of a shared row are added up in a fixed order."""
-        return rows[self.row_of_token]
-
-    def gathered(self, tokens: Tensor) -> Tensor:
-        """Returns [rows, ...] of [tokens, ...], one of the equal results of each row."""
-        return tokens[self.token_of_row]
-
-
-def tree_rows(
-    tree: PrefixTree,
-    segments: Sequence[int],
-    sample_lengths: Sequence[int],
-    kind: type[Slices],
-    device: torch.device,
-    share: ContextShare = WHOLE,
-    row_of_place: Tensor | None = None,
-    **further: Any,
-) -> Slices:
-    """Builds a `kind` of SlicedRows for this rank's rows of a tree. A slice is a run, or the part of it on this rank.
-
-    `segments` are the lengths of the tree's runs and of the padding after them. The keys are those of `row_of_place`,
-    which has a row for each place in the tree, if several ranks share it.
-    """
-    padding = segments[len(tree.lengths) :]
-    padding_starts = torch.tensor([tree.num_rows, *padding[:-1]]).cumsum(0).tolist() if padding else []
-    starts = [*tree.starts, *padding_starts]
-    paths = [*tree.paths(), *(torch.arange(one, one + size) for one, size in zip(padding_starts, padding, strict=True))]
-    positions = torch.cat([tree.positions, *(torch.arange(size) for size in padding)])
-    num_rows, key_places, own = list[int](), list[Tensor](), list[Tensor]()
-    for first, last in _places_of_rank(sum(segments), share):
-        own.append(positions[first:last])
-        for start, length, path in zip(starts, segments, paths, strict=True):
-            begin, end = max(first, start), min(last, start + length)
-            if begin < end:
-                num_rows.append(end - begin)
-                key_places.append(path[: len(path) - (start + length - end)])
-    num_keys = torch.tensor([len(places) for places in key_places])
-    places = torch.cat(key_places).to(device)
-    return sliced_rows(
-        torch.tensor(num_rows),
-        num_keys,
-        places if row_of_place is None else row_of_place[places],
-        torch.cat(own).to(device),
-        kind,
-        unshared=_unshared(tree, padding, sample_lengths, device),
-        **further,
-    )
-
-
-def _places_of_rank(num_places: int, share: ContextShare) -> list[tuple[int, int]]:
-    if share.size == 1:
-        return [(0, num_places)]
-    each = num_places // (2 * share.size)
-    return [(number * each, (number + 1) * each) for number in share.slices()]
-
-
-def _unshared(
-    tree: PrefixTree, padding: Sequence[int], sample_lengths: Sequence[int], device: torch.device
-) -> UnsharedTokens:
-    further = torch.arange(sum(padding))
-    return UnsharedTokens(
-        lengths=(*sample_lengths, *padding),
-        row_of_token=torch.cat([tree.row_of_token, tree.num_rows + further]).to(device),
-        token_of_row=torch.cat([tree.token_of_row, len(tree.row_of_token) + further]).to(device),
-    )
-
-
-def attend_rows(
+def attend_sequences(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: PackedRows | SlicedRows,
+    packed: PackedRows,
     scale: float | None,
     window: int | None = None,
     softcap: float | None = None,
@@ -460,8 +236,6 @@ def attend_rows(
     All sequences are computed at once if the kernel allows it, else in padded batches. `scale`, `window`, `softcap` and
     `sinks` are those of attend_blockwise.
     """
-    if isinstance(packed, SlicedRows):
-        return attend_slices(query, key, value, packed, scale, window, softcap, sinks)
     if softcap is None and sinks is None and attends_packed(query, key, value):
         return attend_packed(query, key, value, packed.boundaries, packed.longest, scale=scale, window=window)
     padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]

@@ -212,7 +212,7 @@ def pack(
     members = _sample_bins(experience, max_tokens, count_multiple_of, prefixes)
     bins = [torch.tensor(samples, dtype=torch.int64) for samples in members]
     parts = [experience.select(samples) for samples in bins]
-    trees = [None if prefixes is None or not part.num_samples else SortedSamples.of(part).tree() for part in parts]
+    trees = [None if prefixes is None or not samples else prefixes.of_some(samples).tree() for samples in members]
     lengths = [
         part.lengths.tolist() if tree is None else [*tree.lengths] for part, tree in zip(parts, trees, strict=True)
     ]

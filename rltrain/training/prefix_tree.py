@@ -51,12 +51,11 @@ class PrefixTree:
         sizes, depths = torch.tensor(self.lengths), torch.tensor(self.depths)
         return ranges(depths, sizes)
 
-    def paths(self) -> list[Tensor]:
-        """Returns for each run the rows from the beginning of its samples to its end."""
-        found: list[Tensor] = []
+    def paths(self) -> list[list[tuple[int, int]]]:
+        """Returns for each run the rows from its samples' beginning to its end, as (first row, number of rows)."""
+        found: list[list[tuple[int, int]]] = []
         for parent, start, length in zip(self.parents, self.starts, self.lengths, strict=True):
-            own = torch.arange(start, start + length)
-            found.append(own if parent < 0 else torch.cat([found[parent], own]))
+            found.append([*(found[parent] if parent >= 0 else ()), (start, length)])
         return found
 
 
@@ -93,6 +92,17 @@ class SortedSamples:
         for place in range(1, len(order)):
             shared[place] = _equal_rows(parts[order[place - 1]], parts[order[place]])
         return cls(lengths, order, shared)
+
+    def of_some(self, samples: Sequence[int]) -> "SortedSamples":
+        """Returns the same for some of the samples, which are numbered by their places in `samples`."""
+        number = np.full(len(self.order), -1)
+        number[list(samples)] = np.arange(len(samples))
+        places = np.flatnonzero(number[self.order] >= 0)
+        # Two samples begin alike as far as all neighbours between them do.
+        shared = np.zeros(len(places), dtype=np.int64)
+        if len(places) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
+        return SortedSamples(self.lengths[list(samples)], number[self.order[places]], shared)
 
     def tree(self, first: int = 0, stop: int | None = None) -> PrefixTree:
         """Returns the tree of all samples, or of those at the places from `first` to `stop`. Rows refer to the tokens

@@ -18,7 +18,7 @@ from rltrain.models import Architecture, attention
 from rltrain.models.attention import attend, sees
 from rltrain.models.flops import positions_read
 from rltrain.runtime.grid import Grid
-from rltrain.training import packed_attention
+from rltrain.training import packed_attention, sliced_attention
 from rltrain.training.megatron import context_parallel, model_config
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices
@@ -472,7 +472,7 @@ def bottom_right_stand_in(
 def test_slices_attend_to_all_before_them(size: int, packed_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if packed_kernel:
         monkeypatch.setattr(attention, "packed_kernel", lambda: bottom_right_stand_in)
-        monkeypatch.setattr(packed_attention, "attends_packed", lambda *rows: True)
+        monkeypatch.setattr(sliced_attention, "attends_packed", lambda *rows: True)
     lengths = [2 * size * each for each in (1, 7, 40, 3, 2)]
     query, key, value = (torch.randn(sum(lengths), 1, heads, 8) for heads in (4, 2, 2))
     expected, order = by_sequence(query, key, value, lengths), places_of_all(lengths, size)
@@ -481,7 +481,7 @@ def test_slices_attend_to_all_before_them(size: int, packed_kernel: bool, monkey
         places = places_of(lengths, share)
         sequences = sequences_of_share(lengths, share, CPU, by_heads=False)
         rows = [query[places][:, 0], key[order][:, 0], value[order][:, 0]]
-        attended = packed_attention.attend_slices(*rows, sequences, None)
+        attended = sliced_attention.attend_slices(*rows, sequences, None)
         torch.testing.assert_close(attended.flatten(1), expected[places][:, 0])
         positions = torch.cat([torch.arange(length) for length in lengths])
         assert torch.equal(sequences.positions, positions[places])

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.data.experience import Experience
-from rltrain.training import packed_attention, prefix_tree
-from rltrain.training.packed_attention import SlicedRows, attend_blockwise, attend_rows, tree_rows
+from rltrain.training import prefix_tree, sliced_attention
+from rltrain.training.packed_attention import attend_blockwise
 from rltrain.training.packing import ContextShare, Packing, make_micro_batches, pack, places_of, places_of_all
 from rltrain.training.prefix_tree import PrefixTree, SortedSamples
+from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 from tests.support.packed_experience import plain_experience
 
 CPU = torch.device("cpu")
@@ -61,8 +62,9 @@ def test_a_row_is_the_end_of_one_beginning(texts: list[list[int]]) -> None:
     assert torch.equal(samples.tokens[tree.token_of_row][tree.row_of_token], samples.tokens)
     assert [len(beginning) - 1 for _, beginning in sorted(of_rows.items())] == tree.positions.tolist()
     for number, path in enumerate(tree.paths()):
-        assert path[-1] == tree.starts[number] + tree.lengths[number] - 1
-        assert tree.positions[path].tolist() == [*range(len(path))]
+        rows = [row for start, length in path for row in range(start, start + length)]
+        assert rows[-1] == tree.starts[number] + tree.lengths[number] - 1
+        assert tree.positions[rows].tolist() == [*range(len(rows))]
 
 
 @given(tries())
@@ -76,6 +78,16 @@ def test_what_is_shared_is_long_enough_and_all_that_is(texts: list[list[int]]) -
     with patch.object(prefix_tree, "MIN_SHARED_TOKENS", 1):
         distinct = {tuple(text[: place + 1]) for text in texts for place in range(len(text))}
         assert tree_of(texts).num_rows == len(distinct)
+
+
+@given(tries(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_some_samples_have_the_tree_of_their_own(texts: list[list[int]], data: st.DataObject) -> None:
+    some = sorted(data.draw(st.sets(st.integers(0, len(texts) - 1), min_size=1)))
+    found = SortedSamples.of(samples_of(texts)).of_some(some).tree()
+    expected = tree_of([texts[number] for number in some])
+    assert (found.lengths, found.parents) == (expected.lengths, expected.parents)
+    assert torch.equal(found.row_of_token, expected.row_of_token)
 
 
 def test_a_short_common_beginning_is_not_shared_but_longer_ones_after_it_are() -> None:
@@ -101,6 +113,7 @@ def alone(rows: Tensor, texts: list[list[int]], tree: PrefixTree) -> list[Tensor
 
 WAYS = [
     {},
+    {"blocks": True},
     {"window": 2},
     {"softcap": 3.0},
     {"window": 3, "sinks": True},
@@ -114,7 +127,8 @@ def test_attention_and_its_gradients_are_those_of_each_sample(
     way: dict[str, object], texts: list[list[int]], seed: int
 ) -> None:
     tree, generator = tree_of(texts), torch.Generator().manual_seed(seed)
-    settings = dict(way)
+    settings, by_blocks = {**way}, "blocks" in way
+    settings.pop("blocks", None)
     if settings.pop("sinks", None):
         settings["sinks"] = torch.randn(4, generator=generator, dtype=torch.float64)
     query, key, value = (
@@ -123,7 +137,8 @@ def test_attention_and_its_gradients_are_those_of_each_sample(
     )
     wanted = torch.randn(sum(map(len, texts)), 4, 8, generator=generator, dtype=torch.float64)
     rows = tree_rows(tree, tree.lengths, [len(text) for text in texts], SlicedRows, CPU)
-    found = attend_rows(query, key, value, rows, None, **settings)[tree.row_of_token]  # type: ignore[arg-type]
+    with patch.object(sliced_attention, "LEAST_COPIES", 0 if by_blocks else 1000):
+        found = attend_rows(query, key, value, rows, None, **settings)[tree.row_of_token]  # type: ignore[arg-type]
     expected = torch.cat(
         [
             attend_blockwise(*(x.transpose(0, 1)[None] for x in parts), **settings)[0].transpose(0, 1)  # type: ignore[arg-type]
@@ -131,11 +146,8 @@ def test_attention_and_its_gradients_are_those_of_each_sample(
         ]
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # softcap and sinks are computed in fp32
-    for one, other in zip(
-        torch.autograd.grad((found * wanted).sum(), (query, key, value)),
-        torch.autograd.grad((expected * wanted).sum(), (query, key, value)),
-        strict=True,
-    ):
+    of_found, of_expected = (torch.autograd.grad((x * wanted).sum(), (query, key, value)) for x in (found, expected))
+    for one, other in zip(of_found, of_expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -182,8 +194,8 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
     expected = attend_rows(query, key, value, rows, None)
     wanted = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * wanted).sum(), (query, key, value))
-    monkeypatch.setattr(packed_attention, "attends_packed", lambda *inputs: True)
-    monkeypatch.setattr(packed_attention, "attend_packed", kernel)
+    monkeypatch.setattr(sliced_attention, "attends_packed", lambda *inputs: True)
+    monkeypatch.setattr(sliced_attention, "attend_packed", kernel)
     found = attend_rows(query, key, value, rows, None)
     assert calls == [(tree.num_rows, 20 + 29 + 24)]
     torch.testing.assert_close(found, expected)

@@ -28,15 +28,9 @@ from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
 from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fused
 from rltrain.training.megatron.versions import ModulesOfSpec
-from rltrain.training.packed_attention import (
-    PackedRows,
-    SlicedRows,
-    attend_rows,
-    boundaries_of,
-    packed_rows,
-    tree_rows,
-)
+from rltrain.training.packed_attention import PackedRows, boundaries_of, packed_rows
 from rltrain.training.packing import MicroBatch
+from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Packed attention without Transformer Engine, also with more tensor-parallel ranks than KV heads.
 

@@ -26,7 +26,6 @@ from rltrain.training.megatron.attention import (
     thd_sequences,
     tree_sequences,
 )
-from rltrain.training.packed_attention import SlicedRows, attend_slices, sliced_rows, tree_rows
 from rltrain.training.packing import (
     ContextShare,
     MicroBatch,
@@ -36,6 +35,7 @@ from rltrain.training.packing import (
     spread_over_heads,
 )
 from rltrain.training.prefix_tree import ranges
+from rltrain.training.sliced_attention import SlicedRows, attend_slices, sliced_rows, tree_rows
 
 RING, BY_HEADS = "p2p", "a2a"
 """Megatron's names of Transformer Engine's ring of keys and values, and of the all-to-all of heads."""

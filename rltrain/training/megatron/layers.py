@@ -53,8 +53,8 @@ from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down,
 from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
 from rltrain.training.megatron.platform import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.versions import dense_mlp
-from rltrain.training.packed_attention import SlicedRows, UnsharedTokens
 from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
+from rltrain.training.sliced_attention import SlicedRows, UnsharedTokens
 
 # Gated delta nets over packed sequences, in plain torch.
 #
