@@ -517,7 +517,8 @@ class TrainedModel(RoleModel):
             self._pending = Pending()
         pending = self._pending
         pending.count(experience)
-        micro_batches = self.model.micro_batches(experience, self.settings.micro_batch_tokens)
+        max_tokens = self.settings.micro_batch_tokens
+        micro_batches = self.model.micro_batches(experience, max_tokens, may_share=self.may_share)
         pending.num_rows += sum(batch.num_computed_tokens for batch in micro_batches)
         with self._drawing(pending.num_parts):
             pending.outputs += self.backward(micro_batches, loss_function, temperature, is_whole=is_whole)
@@ -566,6 +567,11 @@ class TrainedModel(RoleModel):
         """Adds the gradients of micro-batches of a whole mini-batch or a part of it. Returns the outputs kept by
         `loss_of` for each micro-batch with samples, on the ranks of the last pipeline stage. Collective over: the ranks
         of `accumulate`."""
+
+    @property
+    def may_share(self) -> bool:
+        """Whether samples may share rows in training."""
+        return True
 
     @property
     def ends_here(self) -> bool:
