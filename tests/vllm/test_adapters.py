@@ -6,24 +6,21 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import peft
 import pytest
 import torch
-import transformers
 
 from rltrain.rollout.servers.calls import Access, Calls
 from rltrain.rollout.servers.protocols import ADAPTER, MODELS, VLLM_GENERATE, VLLMAdapters, VLLMProtocol
+from tests.support.http_servers import VLLM
 from tests.support.jobs import QUICKSTART, column, train
 from tests.support.tolerances import EPS_OF_ACTOR
-from tests.vllm.answers import body
+from tests.vllm.answers import ALLOWS_LOADS, WITH_ADAPTERS, body, recorded_with_adapters, shape
 from tests.vllm.engines import LIMIT_S, TOLERANCE
-from tests.vllm.servers import TOKEN, VLLMServer, call, events, hits_of_prefix_cache
+from tests.vllm.servers import RANK, TOKEN, VLLMServer, call, events, hits_of_prefix_cache, write_adapters
 from tests.vllm.test_jobs import STEPS, TIMEOUT_S, assert_every_sample_once, job_on, weight_version
 
-RANK = 8
 PROMPT = [*range(2, 14)] * 16
 """Longer than a block of the prefix cache, which has 128 tokens on a CPU."""
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 T = TypeVar("T")
 
 
@@ -33,12 +30,12 @@ def adapting(
 ) -> Iterator[VLLMServer]:
     """Yields a server with the second checkpoint as its base, so only a sync gives it the first one."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = VLLMServer(vllm_python, checkpoints[1], log, "--enable-lora", "--max-lora-rank", str(RANK))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    server = VLLMServer(vllm_python, checkpoints[1], log, *WITH_ADAPTERS, environment=ALLOWS_LOADS)
+    try:
         server.ensure()
         yield server
-    server.kill()
+    finally:
+        server.kill()
 
 
 def asked(server: VLLMServer, ask: Callable[..., Awaitable[T]], *values: Any) -> T:
@@ -52,18 +49,6 @@ def asked(server: VLLMServer, ask: Callable[..., Awaitable[T]], *values: Any) ->
             await calls.close()
 
     return asyncio.run(run())
-
-
-def write_adapters(checkpoint: Path, folder: Path, seed: int) -> torch.nn.Module:
-    """Writes PEFT's own files of random adapters. Returns the model with them."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=TARGETS))
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0, 0.3)
-    model.save_pretrained(folder)
-    return model
 
 
 def drawn(server: VLLMServer, label: str) -> tuple[list[int], list[float], str]:
@@ -166,3 +151,9 @@ def test_servers_without_room_for_adapters_are_refused(adapting: VLLMServer, ser
     assert asked(server, prepare, "adapters", RANK) == (
         "it takes no adapters; start it with --enable-lora --max-lora-rank 8 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
+
+
+def test_the_server_answers_in_the_recorded_form(adapting: VLLMServer, checkpoints: list[Path], tmp_path: Path) -> None:
+    write_adapters(checkpoints[0], tmp_path / "adapters", 0)
+    for name, answer in recorded_with_adapters(adapting, tmp_path / "adapters").items():
+        assert answer["status"] == VLLM[name]["status"] and shape(answer) == shape(VLLM[name]), f"{name}: {answer}"

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -264,8 +264,25 @@ class FleetServer(DrawingServer):
         return self._weights.label if self.keeps_own is None else None
 
     def request(self, drawings: Sequence[Drawing], sampling: SamplingParams) -> tuple[str, Mapping[str, Any]]:
-        adapter = self._weights.adapter if self.keeps_own is None else None
-        return self.protocol.request(drawings[0], sampling, self.described, adapter)
+        return self.protocol.request(drawings[0], sampling, self.described, self._adapter)
+
+    async def draw(
+        self,
+        drawings: Sequence[Drawing],
+        sampling: SamplingParams,
+        limit_s: float | None,
+        ended: Callable[[Drawing], None],
+    ) -> None:
+        try:
+            await super().draw(drawings, sampling, limit_s, ended)
+        except ServerRefuses:
+            if self._adapter is not None:  # a restarted server does not know it
+                self._check(await self.protocol.version(self.calls))
+            raise
+
+    @property
+    def _adapter(self) -> str | None:
+        return self._weights.adapter if self.keeps_own is None else None
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> None:
         """Adds the tokens of an event. Tokens of other weights never become certain."""
