@@ -1,9 +1,7 @@
 """Jobs with separately started real SGLang servers as engines."""
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,9 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.servers.sglang_process import Server
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
+from tests.forked.popen import Popen, run
 from tests.sglang.servers import FROM_DISK, call, running
-from tests.support.jobs import column, read_records, torchrun
+from tests.support.jobs import column, read_records, start_on_servers, wait_until
 
 LIMIT_S = 900.0
 STEPS = 6
@@ -22,19 +20,8 @@ STEPS = 6
 def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str) -> Popen:
     placed = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1")
     sizes = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}", f"steps={STEPS}", "data.eval=null")
-    engines = ("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN")
-    return Popen(
-        [
-            *(*torchrun(1), "launch/train.py", "--config", "configs/quickstart.yaml", f"model.path={model}"),
-            *(*placed, *sizes, *engines, "checkpoint.save_hf=false", f"output_dir={output}", *overrides),
-        ],
-        cwd=REPOSITORY,
-        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": token},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    own = (f"model.path={model}", f"output_dir={output}", *overrides)
+    return start_on_servers(urls, token, *placed, *sizes, *own, num_ranks=1)
 
 
 @pytest.mark.slow
@@ -81,9 +68,9 @@ def records_of_job(first: Server, second: Server, model: Path, output: Path, *ov
     urls.write_text(f"{first.url}\n")
     in_parts = ("rollout.http.staging_mb=0.1", "rollout.http.reread_s=0.1")
     with start_job(urls, output, model, first.token, *overrides, *in_parts) as job:
-        wait_until(lambda: (output / "metrics.jsonl").exists(), job)
+        wait_until(lambda: (output / "metrics.jsonl").exists(), job, LIMIT_S)
         urls.write_text(f"{first.url}\n{second.url}\n")
-        wait_until(lambda: weight_version(second) != old, job)
+        wait_until(lambda: weight_version(second) != old, job, LIMIT_S)
         second.kill()
         stdout, stderr = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
@@ -92,11 +79,3 @@ def records_of_job(first: Server, second: Server, model: Path, output: Path, *ov
 
 def weight_version(server: Server) -> str:
     return str(call(server, "/model_info")["weight_version"])
-
-
-def wait_until(met: Callable[[], bool], job: Popen) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not met():
-        assert job.poll() is None, job.communicate()[1][-6000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
