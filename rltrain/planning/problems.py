@@ -86,10 +86,10 @@ def _apart_problems(config: Config) -> Iterator[str]:
             f"weight_sync.adapters: got apart with rollout.http.weights {config.rollout.http.weights}, but servers at "
             "URLs load adapters from files; expected merged, or rollout.http.weights: folder"
         )
-    if config.rollout.engine == "http" and config.rollout.protocol not in ("auto", "vllm"):
+    if config.rollout.engine == "http" and config.rollout.protocol == "openai":
         yield (
-            f"weight_sync.adapters: got apart with rollout.engine http and rollout.protocol {config.rollout.protocol}, "
-            "whose servers get merged weights; expected merged, or servers of vLLM"
+            "weight_sync.adapters: got apart with rollout.engine http and rollout.protocol openai, whose servers get "
+            "merged weights; expected merged, or servers of SGLang or vLLM"
         )
     if config.weight_sync.delta is not None:
         yield (

@@ -177,8 +177,8 @@ class StandInServer:
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
     - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
-    - `lora_rank`: the largest rank of adapters of a vLLM server. 0: it was started without. With `allows_loads` it has
-      the routes for them.
+    - `lora_rank`: the largest rank of adapters of an SGLang or vLLM server. 0: it was started without. With
+      `allows_loads` vLLM has the routes for them.
     - `scale_out`: vLLM was started with its routes for tokens. `has_experts`: its model has experts.
     - `certificate`: files of a certificate and its key, for TLS.
     - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
@@ -294,7 +294,8 @@ class StandInServer:
         if self.kind == "rltrain":
             return {"/update_weights_from_disk": self._from_disk}
         if self.kind == "sglang":
-            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes()}
+            adapters = {"/load_lora_adapter": self._load_adapter, "/unload_lora_adapter": self._unload_adapter}
+            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes(), **adapters}
         return {
             "/weight_info": self._weight_info,
             "/pause": self._pause,
@@ -311,12 +312,13 @@ class StandInServer:
             adapter = VLLM["models_with_adapters"]["content"]
             beside = [filled(adapter, id=name, root=folder) for name, folder in self.adapters.items()]
             return vllm_answer("models", data=[filled(VLLM["models"]["content"]["data"][0], **own), *beside])
-        return JSONResponse({"data": [own]})
+        return JSONResponse({"data": [own, *({"id": name} for name in self.adapters)]})
 
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
         deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
-        known = {"version": self.release, "weight_version": self.label, **self.arguments}
+        lora = {"enable_lora": bool(self.lora_rank), "max_lora_rank": self.lora_rank or None}
+        known = {"version": self.release, "weight_version": self.label, **lora, **self.arguments}
         return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
 
     async def _vllm_info(self, body: Any, query: Any) -> Response:
@@ -391,7 +393,7 @@ class StandInServer:
         if not body:
             return vllm_answer("load_adapter_without_fields")
         self.idle("a load of adapters")
-        if not self.is_paused:
+        if self.kind == "vllm" and not self.is_paused:
             self.broken.append("a load of adapters while it was not paused")
         name, folder = body["lora_name"], body["lora_path"]
         if name in self.adapters:
@@ -427,6 +429,9 @@ class StandInServer:
         if body.get("top_logprobs_num"):
             top = [[[self._top_logprob(params["temperature"]), 5, None]]]
             return JSONResponse({"meta_info": {"output_top_logprobs": top}})
+        if body.get("lora_path") not in (None, *self.adapters):
+            return refused("Got LoRA adapter that has never been loaded")
+        self._check_adapter(body.get("lora_path"))
         ids = with_image_tokens(body["input_ids"], body.get("image_data") or ())
         drawn = self._draw(ids, params["stop_token_ids"], params["max_new_tokens"], body["rid"])
         return StreamingResponse(self._sglang_events(body["rid"], len(ids), drawn), media_type="text/event-stream")
@@ -470,10 +475,13 @@ class StandInServer:
         if body["model"] not in ("tiny", *self.adapters):
             return vllm_answer("other_model")
         assert params["logprobs"] == 0 and params["ignore_eos"]
-        if self.adapters and body["model"] != f"{ADAPTER}{self.label}":
-            self.broken.append(f"a request for {body['model']} instead of the adapters of {self.label}")
+        self._check_adapter(body["model"])
         drawn = self._draw(body["token_ids"], params["stop_token_ids"], params["max_tokens"], body["request_id"])
         return StreamingResponse(self._vllm_events(body["request_id"], drawn), media_type="text/event-stream")
+
+    def _check_adapter(self, name: str | None) -> None:
+        if self.adapters and name != f"{ADAPTER}{self.label}":
+            self.broken.append(f"a request for {name} instead of the adapters of {self.label}")
 
     async def _vllm_events(self, name: str, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
         spans: list[dict[str, Any]] = []

@@ -27,6 +27,7 @@ from tests.unit.test_http_engine import SHORT, Rig, await_, drawn_right, finish,
 
 __all__ = ["rig"]
 
+KINDS = ("sglang", "vllm")
 LORA = Lora(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 
 
@@ -118,9 +119,10 @@ def test_the_base_is_written_once_and_adapters_by_every_update(tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_a_server_gets_the_base_once_and_again_after_a_restart(rig: Rig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_gets_the_base_once_and_again_after_a_restart(rig: Rig, tmp_path: Path, kind: str) -> None:
     """Requests name the adapters of their version. A server that joins gets both."""
-    ranks, server = Ranks(tmp_path / "weights"), rig.server("vllm", lora_rank=4)
+    ranks, server = Ranks(tmp_path / "weights"), rig.server(kind, lora_rank=4)
     engine = rig.start(weights=ranks.weights[0])
     for version in range(3):
         sync(engine, ranks, version)
@@ -131,7 +133,7 @@ def test_a_server_gets_the_base_once_and_again_after_a_restart(rig: Rig, tmp_pat
     server.start()
     assert drawn_right(engine.generate(samples(), SHORT)) and {*server.versions_drawn} == {0, 1, 2}
     assert loaded(server.folders)[4:] == ["version_0", "adapters_2"]
-    late = rig.server("vllm", lora_rank=8)
+    late = rig.server(kind, lora_rank=8)
     rig.names(server, late)
     await_(lambda: engine.metrics()["rollout/servers"] == 2)
     assert drawn_right(engine.generate(samples(), SHORT)) and late.versions_drawn
@@ -142,9 +144,10 @@ def loaded(folders: list[str]) -> list[str]:
     return [Path(folder).name for folder in folders]
 
 
-def test_a_server_restarted_in_silence_is_given_both_again(rig: Rig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_restarted_in_silence_is_given_both_again(rig: Rig, tmp_path: Path, kind: str) -> None:
     """It refuses the name of the adapters. That ends no job."""
-    ranks, server = Ranks(tmp_path / "weights"), rig.server("vllm", lora_rank=4)
+    ranks, server = Ranks(tmp_path / "weights"), rig.server(kind, lora_rank=4)
     engine = rig.start(weights=ranks.weights[0])
     sync(engine, ranks, 0)
     server.adapters, server.label = {}, "default"
@@ -152,8 +155,9 @@ def test_a_server_restarted_in_silence_is_given_both_again(rig: Rig, tmp_path: P
     assert loaded(server.folders) == ["version_0", "adapters_0"] * 2
 
 
-def test_what_is_under_way_goes_on_by_new_adapters(rig: Rig, tmp_path: Path) -> None:
-    ranks, server = Ranks(tmp_path / "weights"), rig.server("vllm", lora_rank=4, pace_s=0.02)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_under_way_goes_on_by_new_adapters(rig: Rig, tmp_path: Path, kind: str) -> None:
+    ranks, server = Ranks(tmp_path / "weights"), rig.server(kind, lora_rank=4, pace_s=0.02)
     engine = rig.start(weights=ranks.weights[0])
     sync(engine, ranks, 0)
     engine.submit(samples(4), SHORT)
@@ -169,7 +173,12 @@ NO_SUCH_SERVER = {
     "without adapters": ({"kind": "vllm"}, f"it takes no adapters; {START}"),
     "small": ({"kind": "vllm", "lora_rank": 2}, f"up to rank 2, but model.lora.rank is 4; {START}"),
     "fixed": ({"kind": "vllm", "lora_rank": 4, "allows_loads": False}, f"it has no /v1/load_lora_adapter; {START}"),
-    "SGLang": ({"kind": "sglang"}, "no such way for servers of sglang; expected weight_sync.adapters: merged"),
+    "SGLang without adapters": ({"kind": "sglang"}, "it takes no adapters; start it with --enable-lora"),
+    "small SGLang": (
+        {"kind": "sglang", "lora_rank": 2},
+        "but model.lora.rank is 4; start it with --enable-lora --max-lora-rank 4 --lora-target-modules all",
+    ),
+    "replicas": ({"kind": "sglang", "lora_rank": 4, "arguments": {"dp_size": 2}}, "dp_size 2; adapters need 1"),
     "rltrain": ({"kind": "rltrain"}, "no such way for servers of openai; expected weight_sync.adapters: merged"),
 }
 

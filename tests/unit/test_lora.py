@@ -128,8 +128,8 @@ AT_URLS = {"engine": "http", "urls": ("http://a:1",)}
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
-            {"weight_sync": {"adapters": "apart"}, "rollout": AT_URLS | {"protocol": "sglang"}},
-            "weight_sync.adapters: got apart with rollout.engine http and rollout.protocol sglang",
+            {"weight_sync": {"adapters": "apart"}, "rollout": AT_URLS | {"protocol": "openai"}},
+            "weight_sync.adapters: got apart with rollout.engine http and rollout.protocol openai",
         ),
         (
             {"weight_sync": {"adapters": "apart"}, "rollout": AT_URLS | {"http": {"weights": "group"}}},

@@ -218,13 +218,44 @@ SGLANG_HOW = (
 NO_SUCH_ROUTE = (404, 405)
 
 
+class SGLangAdapters:
+    """SGLang's calls for adapters. See `Adapters`."""
+
+    async def refusal(self, calls: Calls, rank: int) -> str | None:
+        info = await calls.get("/server_info")
+        how = f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+        if not info.get("enable_lora"):
+            return f"it takes no adapters; {how}"
+        if info["dp_size"] > 1:
+            return f"it has dp_size {info['dp_size']}; adapters need 1"
+        return _too_small(info["max_lora_rank"] or 0, rank, how)
+
+    async def load(self, calls: Calls, base: str | None, folder: str, label: str, limit_s: float) -> None:
+        for earlier in await _served_adapters(calls):
+            await calls.post("/unload_lora_adapter", {"lora_name": earlier}, limit_s)
+        if base is not None:
+            await calls.post(FROM_DISK, {"model_path": base, "load_format": "auto", "flush_cache": False}, limit_s)
+        await calls.post("/load_lora_adapter", {"lora_name": ADAPTER + label, "lora_path": folder}, limit_s)
+        await flush_and_label(calls, label, limit_s)
+
+
+async def _served_adapters(calls: Calls) -> list[str]:
+    """Returns the names of the adapters at a server that rltrain has loaded."""
+    names = [str(model["id"]) for model in (await calls.get(MODELS))["data"]]
+    return [name for name in names if name.startswith(ADAPTER)]
+
+
+def _too_small(largest: int, rank: int, how: str) -> str | None:
+    return None if largest >= rank else f"it takes adapters up to rank {largest}, but model.lora.rank is {rank}; {how}"
+
+
 class SGLangProtocol:
     """SGLang's native routes. See `ServerProtocol`."""
 
     name = "sglang"
-    ways: Sequence[str] = ("folder", "group", "delta")
+    ways: Sequence[str] = ("folder", "group", "delta", "adapters")
     broadcasts: Broadcasts | None = SGLangBroadcasts()
-    adapters: Adapters | None = None
+    adapters: Adapters | None = SGLangAdapters()
     takes_images = True
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -245,7 +276,8 @@ class SGLangProtocol:
     ) -> tuple[str, Mapping[str, Any]]:
         body = generate_body([drawing], sampling, seeded=True)
         one = ("rid", "input_ids", "image_data", "sampling_params")
-        return GENERATE, {name: value[0] if name in one else value for name, value in body.items()}
+        found = {name: value[0] if name in one else value for name, value in body.items()}
+        return GENERATE, found | ({} if adapter is None else {"lora_path": adapter})
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
         if "error" in event:
@@ -278,7 +310,9 @@ class SGLangProtocol:
                 f"its store of keys and values ({store}) would keep those of old weights; start it without "
                 "--hicache-storage-backend"
             )
-        if way == "folder":
+        if way == "adapters" and (why := await SGLangAdapters().refusal(calls, lora_rank)):
+            return why
+        if way in ("folder", "adapters"):
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
             return f"it has pipeline stages or replicas; weights by way of a {way} need pp_size and dp_size 1"
@@ -541,17 +575,16 @@ class VLLMAdapters:
         found = (await vllm_config(calls))["lora_config"]
         if found is None:
             return f"it takes no adapters; {how}"
-        if found["max_lora_rank"] < rank:
-            return f"it takes adapters up to rank {found['max_lora_rank']}, but model.lora.rank is {rank}; {how}"
         if found["target_modules"] is not None:
             return f"it adapts only {found['target_modules']}; start it without --lora-target-modules"
-        lacks = await without_route(calls, LOAD_ADAPTER)
-        return lacks and f"{lacks}; {how}"
+        if lacks := await without_route(calls, LOAD_ADAPTER):
+            return f"{lacks}; {how}"
+        return _too_small(found["max_lora_rank"], rank, how)
 
     async def load(self, calls: Calls, base: str | None, folder: str, label: str, limit_s: float) -> None:
-        served = [model["id"] for model in (await calls.get(MODELS))["data"]]
+        served = await _served_adapters(calls)
         async with _new_weights(calls, label, limit_s):
-            for earlier in (name for name in served if name.startswith(ADAPTER)):
+            for earlier in served:
                 await calls.post(UNLOAD_ADAPTER, {"lora_name": earlier}, limit_s)
             if base is not None:
                 await _reload(calls, base, limit_s)
