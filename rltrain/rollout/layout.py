@@ -107,16 +107,20 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
     """Returns everything held by a role's engines. For servers at URLs, returns everything passed to its ranks."""
     served = config.served(role)
     if served.engine == "http":
-        is_shared = served.http.weights == "folder"
-        plain = hf_layout(architecture, grid.ranks if is_shared else grid.ranks[:1], dtype=config.model.dtype)
-        if not is_shared:
-            plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
+        if served.http.weights == "folder":
+            plain = hf_layout(architecture, grid.ranks, dtype=config.model.dtype)
+        else:
+            plain = _whole_on_every_rank(architecture, grid, config.model.dtype)
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     is_sglang = served.engine == "sglang"
     if is_sglang and by_names(architecture):
         plain = whole_tensors_layout(architecture, grid, dtype=config.model.dtype)
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
+
+
+def _whole_on_every_rank(architecture: Architecture, grid: Grid, dtype: str) -> Layout:
+    return replace(hf_layout(architecture, grid.ranks[:1], dtype=dtype), ranks=grid.ranks, parts=(0,) * len(grid.ranks))
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool, sglang: bool = False) -> EnginePart:
@@ -132,8 +136,11 @@ def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, r
     lora = config.model.lora
     assert lora is not None, "only a model with adapters can keep them separate"
     adapted = architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
-    is_sglang = config.served(role).engine == "sglang"
-    plain = engine_layout(adapted, grid, dtype=config.model.dtype, sglang=is_sglang)
+    engine, dtype = config.served(role).engine, config.model.dtype
+    if engine == "http":
+        plain = _whole_on_every_rank(adapted, grid, dtype)
+    else:
+        plain = engine_layout(adapted, grid, dtype=dtype, sglang=engine == "sglang")
     return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
 
 
