@@ -143,9 +143,11 @@ FIXED = ("A_log", "dt_bias")
 """Parameters of gated delta nets that keep transformers' initial values."""
 
 
-def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH, **tower: int) -> None:
+def write_checkpoint(
+    folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH, width: int | None = None, **tower: int
+) -> None:
     """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor. `tower` are
-    further sizes in vision_config.
+    further sizes in vision_config. `width` is another one of the language model's MLPs and experts.
 
     The tokenizer has a token for each of CHARACTERS, as far as the vocabulary reaches. An image of 56 x 56 pixels keeps
     its size, and has 16 tokens with patches of 7 pixels.
@@ -154,6 +156,9 @@ def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = P
     config = tiny_config(kind, patch)
     for key, value in tower.items():
         setattr(config.vision_config, key, value)
+    for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size") if width else ():
+        if hasattr(config.text_config, key):
+            setattr(config.text_config, key, width)
     config.video_token_id = VIDEO_TOKEN
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
