@@ -1,18 +1,18 @@
 """The ranks of one engine. They give a server weights by the names of the checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import load_parameters
+from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
-from rltrain.reshard.layout import split
-from rltrain.rollout.layout import whole_tensors_layout
+from rltrain.rollout.layout import EnginePart, engine_by_names, in_parts
 from rltrain.rollout.servers import sglang_weights
 from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_weights import Call, Delivery, NamedWeights
@@ -21,14 +21,25 @@ from tests.sglang.servers import CALL_TIMEOUT_S, CPU, PART_BYTES
 
 
 class Sender:
-    """One rank of an engine. It sends checkpoints like the first one."""
+    """One rank of an engine. It sends checkpoints like the first one, in `dtype`, or with `fp8` rounded to FP8."""
 
-    def __init__(self, call: Call, checkpoint: Path, *, sees: bool = False, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        call: Call,
+        checkpoint: Path,
+        *,
+        sees: bool = False,
+        dtype: str = "float32",
+        fp8: bool = False,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
         architecture = read_architecture(checkpoint, sees=sees)
         grid = Grid(tuple(range(num_ranks)), tp=num_ranks)
-        self.rank, self.parts = rank, split(whole_tensors_layout(architecture, grid), PART_BYTES)
+        self.rank, self.dtype = rank, dtype
+        self.parts = in_parts(engine_by_names(architecture, grid, dtype=dtype, fp8=fp8), PART_BYTES)
         self.delivery = Delivery(
-            self.parts,
+            [part.layout for part in self.parts],
             rank,
             device=CPU,
             keep=True,
@@ -49,32 +60,40 @@ class Sender:
         for number, part in enumerate(self.parts):
             views = self.delivery.tensors(number, is_kept=as_changes)
             wanted = {name: torch.zeros_like(view) for name, view in views.items()} if as_changes else views
-            load_parameters(checkpoint, part, self.rank, wanted)
+            self._load(checkpoint, part, wanted)
             for name, view in views.items() if as_changes else ():
-                changed = view != wanted[name]
-                view[changed] = wanted[name][changed]
+                held, new = (tensor.view(torch.uint8) for tensor in (view, wanted[name]))
+                changed = held != new
+                held[changed] = new[changed]
             self.delivery.arrived(number, verify=version % 2 == 0)
             after_part(number)
         self.delivery.finish(version)
 
+    def _load(self, checkpoint: Path, part: EnginePart, parameters: Mapping[str, Tensor]) -> None:
+        if not part.quantized.any():
+            load_parameters(checkpoint, part.plain, self.rank, parameters)
+            return
+        dtype, layouts = getattr(torch, self.dtype), part.filled_from(part.plain)
+        load_quantized(checkpoint, part.plain, layouts, self.rank, parameters, dtype=dtype)
+
 
 @contextmanager
-def opened(url: str, token: str, checkpoint: str, *, sees: bool = False) -> Iterator[tuple[Sender, Client]]:
+def opened(url: str, token: str, checkpoint: str, **options: Any) -> Iterator[tuple[Sender, Client]]:
     client = Client(CALL_TIMEOUT_S)
     client.connect(url, token)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sender = Sender(client.call, Path(checkpoint), sees=sees, rank=rank, num_ranks=num_ranks)
+    sender = Sender(client.call, Path(checkpoint), **options, rank=rank, num_ranks=num_ranks)
     yield sender, client
     sender.delivery.close()
     client.close()
 
 
-def send_in_turn(url: str, token: str, checkpoints: list[str], sees: bool = False) -> list[Any]:
+def send_in_turn(url: str, token: str, checkpoints: list[str], **options: Any) -> list[Any]:
     """Returns, on the first rank, SGLang's checksums of every rank after each checkpoint.
 
     The second one is sent as changes, all others whole.
     """
-    with opened(url, token, checkpoints[0], sees=sees) as (sender, client):
+    with opened(url, token, checkpoints[0], **options) as (sender, client):
         found = []
         for version, checkpoint in enumerate(checkpoints, start=1):
             sender.send(Path(checkpoint), version, as_changes=version == 2)

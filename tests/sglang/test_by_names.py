@@ -3,27 +3,35 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
+from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
-from rltrain.models import read_architecture
+from rltrain.models import canonical_tensors, quantizable_tensors, read_architecture
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES
 from rltrain.models.vision import Tower
+from rltrain.reshard.copy_table import allocate_parameters, quantize_blocks
+from rltrain.rollout.layout import engine_by_names
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.sglang_process import Server, model_config_of
+from rltrain.rollout.servers.sglang_process import Server, kept_modules_of, model_config_of
+from rltrain.runtime.grid import Grid
 from tests.sglang.loading_ranks import Sender
-from tests.sglang.servers import assert_serves, call, checksums, connected, running
+from tests.sglang.servers import CPU, assert_serves, call, checksums, connected, running
 from tests.support.checkpoint_files import changed_somewhat, tensors_of
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
+from tests.support.tiny_checkpoints import SHAPE
 from tests.support.torchrun import run_distributed
+from tests.support.vision_checkpoints import HIDDEN
 from tests.support.vision_checkpoints import write_checkpoint as write_vision_checkpoint
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -32,6 +40,7 @@ RANKS = "tests.sglang.loading_ranks"
 WIDTH = 64
 """A width of MLPs and experts that two ranks of SGLang need not pad on CPUs."""
 WIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NARROW = dict.fromkeys(WIDE, WIDTH)
 SPARSE = {"mlp_only_layers": []}
 OWN_CODE = """from transformers import Qwen2Config
 
@@ -82,11 +91,25 @@ QUICK = ("phi3",)
 WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 
-def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
+BLOCKS: dict[str, Any] = {
+    **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **dict.fromkeys(WIDE, 256),
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    **{"linear_value_head_dim": 64, "num_hidden_layers": 2},
+}
+"""Sizes of which two ranks have whole blocks of FP8. SGLang expects this."""
+LONG_HEADS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+WITHOUT_FP8 = ("phi3", "gpt_oss")
+"""SGLang's loader of the former drops scales. The latter's experts cannot be rounded."""
+
+
+def tiny_checkpoint(
+    folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, Any] = MappingProxyType(NARROW)
+) -> Path:
     kind, settings = CHECKPOINTS[tiny.name]
     settings = {**settings, **tiny.settings}
-    wide = {key: WIDTH for key in WIDE if key in settings or key == WIDE[0]}
-    monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, settings | wide))
+    given = {key: size for key, size in sizes.items() if key in {**SHAPE, **settings}}
+    monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, settings | given))
     make_family_checkpoint(tiny.name, folder)
     (folder / "expected.safetensors").unlink()  # SGLang would load its tensors too
     config = json.loads((folder / "config.json").read_text())
@@ -104,6 +127,11 @@ def started(
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
         monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/nonexistent")
     return start_server(checkpoint, tp=num_ranks, **spec)
+
+
+def spec_of(checkpoint: Path, *, sees: bool = False) -> dict[str, Any]:
+    architecture = read_architecture(checkpoint, sees=sees)
+    return {"model_config": model_config_of(architecture), "kept_modules": kept_modules_of(architecture)}
 
 
 def loaded_by_sglang(server: Server, checkpoint: Path) -> list[dict[str, str]]:
@@ -140,29 +168,36 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "fp8"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("sees", [True, False])
 @pytest.mark.parametrize("kind", WITH_A_TOWER)
 def test_a_tower_is_loaded_if_it_is_part_of_the_model(
     kind: Tower,
     sees: bool,
     num_ranks: int,
+    fp8: bool,
     start_server: Callable[..., Server],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the server keeps its own one, which no text uses."""
+    """Otherwise the server keeps its own one, which no text uses. It is never in FP8."""
     checkpoint = tmp_path / "model"
-    write_vision_checkpoint(checkpoint, kind, num_position_embeddings=64, intermediate_size=64, width=WIDTH)
-    of_text = model_config_of(read_architecture(checkpoint, sees=sees))
-    server = started(start_server, monkeypatch, checkpoint, num_ranks, model_config=of_text, needs_tokenizer=True)
-    expected = loaded_by_sglang(server, checkpoint)
-    told = {"url": server.url, "token": server.token, "checkpoints": [str(checkpoint)], "sees": sees}
+    text: dict[str, Any] = BLOCKS | {"rope_parameters": LONG_HEADS, "num_hidden_layers": 2} if fp8 else NARROW
+    tower = {"num_position_embeddings": 64, "intermediate_size": text["intermediate_size"]}
+    tower["out_hidden_size"] = text.get("hidden_size", HIDDEN)
+    write_vision_checkpoint(checkpoint, kind, text=text, **tower)
+    precision = {"dtype": "bfloat16" if fp8 else "float32", "fp8": fp8}
+    spec = {**spec_of(checkpoint, sees=sees), "needs_tokenizer": True, **precision}
+    server = started(start_server, monkeypatch, checkpoint, num_ranks, **spec)
+    files = quantised(checkpoint, tmp_path / "quantised", sees=True) if fp8 else checkpoint
+    expected = loaded_by_sglang(server, files)
+    told = {"url": server.url, "token": server.token, "checkpoints": [str(checkpoint)], "sees": sees, **precision}
     found = run_distributed(f"{RANKS}:send_in_turn", num_ranks, told)[0][0]
     assert len(found) == len(expected) == num_ranks
     for of, wanted in zip(found, expected, strict=True):
         others = {name for name in of if of[name] != wanted[name]}
         assert all(name.startswith("visual.") for name in others) and bool(others) == (not sees)
+        assert any("scale_inv" in name for name in of) == fp8
     server.kill()
 
 
@@ -244,8 +279,7 @@ def test_ranks_of_a_server_load_their_slices(
     checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch)
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
-    model_config = model_config_of(read_architecture(checkpoint))
-    server = started(start_server, monkeypatch, checkpoint, 2, model_config=model_config, args=tiny.args)
+    server = started(start_server, monkeypatch, checkpoint, 2, args=tiny.args, **spec_of(checkpoint))
     expected = {folder: loaded_by_sglang(server, folder) for folder in (changed, checkpoint)}
     first, second = expected[checkpoint]
     assert first != second and expected[changed] != expected[checkpoint]
@@ -258,6 +292,42 @@ def test_ranks_of_a_server_load_their_slices(
     if not in_sglang.needs_gpu and name != "mimo":  # transformers lacks MiMo
         assert_serves(server, checkpoint)
     server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TINY if "," not in name and name not in WITHOUT_FP8])
+def test_ranks_of_a_server_load_their_slices_in_fp8(
+    name: str, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ranks parameters and scales equal those of SGLang's own load of a checkpoint in FP8."""
+    tiny = TINY[name]
+    checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch, BLOCKS)
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
+    in_fp8 = {"dtype": "bfloat16", "fp8": True}
+    server = started(start_server, monkeypatch, checkpoint, 2, args=tiny.args, **spec_of(checkpoint), **in_fp8)
+    turns = [checkpoint, changed, checkpoint]
+    expected = [
+        loaded_by_sglang(server, quantised(path, tmp_path / f"quantised{number}")) for number, path in enumerate(turns)
+    ]
+    assert expected[0] == expected[2] != expected[1] and any("scale_inv" in parameter for parameter in expected[0][0])
+    told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)], **in_fp8}
+    found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told)
+    assert found == expected
+    server.kill()
+
+
+def quantised(checkpoint: Path, folder: Path, *, sees: bool = False) -> Path:
+    """Writes the checkpoint in blocks of FP8, in the format of DeepSeek and Qwen, and returns its folder."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    architecture = read_architecture(checkpoint, sees=sees)
+    layout = engine_by_names(architecture, Grid((0,)), dtype="bfloat16", fp8=False).plain
+    tensors = allocate_parameters(layout, 0, device=CPU)
+    load_parameters(checkpoint, layout, 0, tensors)
+    for name in np.array(canonical_tensors(architecture).names)[quantizable_tensors(architecture)].tolist():
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.mark.slow
