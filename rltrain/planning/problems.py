@@ -214,8 +214,12 @@ def _alternates(architecture: Architecture) -> bool:
 def _named_weights_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
     """Yields the problems of weights that SGLang's own loader puts in place, by names of the checkpoint."""
     served, family = config.served(role), f"a model of {architecture.family}, whose weights SGLang's own loader takes"
-    if served.dtype == "fp8":
-        yield f"{role}.dtype: got fp8 with {role}.engine sglang and {family} unquantised; expected auto, or embedded"
+    in_sglang = FAMILIES[architecture.family].sglang
+    if served.dtype == "fp8" and in_sglang and not in_sglang.fp8:
+        yield (
+            f"{role}.dtype: got fp8 with {role}.engine sglang and a model of {architecture.family}, whose loader in "
+            "SGLang drops the scales of FP8 blocks; expected auto, or embedded"
+        )
     if config.keeps_adapters_apart(role):
         yield (
             f"weight_sync.adapters: got apart with {role}.engine sglang and {family} merged; expected merged, or "

@@ -60,13 +60,6 @@ def by_names(architecture: Architecture) -> bool:
     return architecture.family in BY_NAMES_IN_SGLANG
 
 
-def whole_tensors_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
-    """Returns the layout of weights for SGLang's own loader: whole tensors of the checkpoint, each on one rank of every
-    engine. The server's ranks exchange them."""
-    layout = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype)
-    return replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
-
-
 @dataclass(frozen=True, eq=False)
 class EnginePart:
     """Some parameters of a role's engines. `quantized` [tensors] marks the tensors of `plain` held in FP8."""
@@ -114,8 +107,7 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     is_sglang = served.engine == "sglang"
     if is_sglang and by_names(architecture):
-        plain = whole_tensors_layout(architecture, grid, dtype=config.model.dtype)
-        return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
+        return engine_by_names(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
 
 
@@ -127,6 +119,16 @@ def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool, 
     """Returns everything held by engines of `dtype`. With `fp8`, all tensors with FP8 support are quantized."""
     in_fp8 = quantizable_tensors(architecture)
     plain = engine_layout(architecture, grid, dtype=dtype, sglang=sglang)
+    return EnginePart(plain, in_fp8 if fp8 else np.zeros_like(in_fp8))
+
+
+def engine_by_names(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
+    """Returns the weights for SGLang's own loader: whole tensors of a checkpoint, with `fp8` of one in FP8 with scales.
+
+    Each is on one rank of every engine. The server's ranks exchange them.
+    """
+    layout, in_fp8 = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype), quantizable_tensors(architecture)
+    plain = replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
     return EnginePart(plain, in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
