@@ -41,10 +41,12 @@ def parse_override(text: str) -> tuple[str, Any] | None:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the text as a list, mapping, number, truth value or null if it is one."""
+    """Returns the text as a list, mapping with braces, number, truth value or null if it is one, as Hydra does."""
     try:
         value = yaml.load(text, Loader=PlainLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError:
+        return text
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
         return text
     return text if value is None and text.strip() not in ("null", "~", "") else value
 
@@ -268,7 +270,8 @@ def _bare(word: str) -> str:
     if not name.endswith(".py"):
         return name
     parts = Path(name).with_suffix("").parts
-    return ".".join(parts[max((parts.index(top) for top in ("verl", "rlinf") if top in parts), default=0) :])
+    tops = (len(parts) - 1 - parts[::-1].index(top) for top in ("verl", "rlinf", "recipe") if top in parts[:-1])
+    return ".".join(parts[max(tops, default=0) :])
 
 
 def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
@@ -308,10 +311,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_program(words: Sequence[str]) -> dict[str, Any]:
-    """Returns `_overrides`, with a program given as a relative file like one given as a module."""
-    files = [Path(word) for word in words if word.endswith(".py") and "=" not in word]
-    module = [".".join(file.with_suffix("").parts) for file in files if not file.is_absolute()]
-    return ({"-m": module[0]} if module else {}) | _overrides(words)
+    """Returns `_overrides`, with a program given as a file like one given as a module. Folders before a trainer's own
+    package are left out."""
+    files = [word for word in words if word.endswith(".py") and "=" not in word and not word.startswith("-")]
+    return ({"-m": _bare(files[0]).lstrip("./")} if files else {}) | _overrides(words)
 
 
 OPTIONS = {
@@ -338,7 +341,7 @@ FRAMEWORKS = {
         beside=slime_learning.beside_training,
     ),
     "verl": Framework(
-        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
+        *("verl", _with_overrides(verl.SECTIONS), _with_program, verl.translate), marks=("verl.", "actor_rollout_ref.")
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _with_program, skyrl.translate),

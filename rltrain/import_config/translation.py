@@ -178,16 +178,20 @@ class Leftover:
     key: str
     value: Any
     reason: str
+    hole: str | None = None
+    """The part that can stay open instead (`influence.open_holes`), if the key is a setting of it."""
 
 
 @dataclass
 class Translation:
-    """The result of an import. `differences` change results. `leftovers` do not."""
+    """The result of an import. `differences` change results. `leftovers` do not. `holes` has the source's settings of
+    every config key that is left open."""
 
     framework: str
     settings: dict[str, Setting] = field(default_factory=dict)
     leftovers: list[Leftover] = field(default_factory=list)
     differences: list[Leftover] = field(default_factory=list)
+    holes: dict[str, list[Leftover]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     world_size: int = 1
     ranks_per_node: int = 8
@@ -222,9 +226,9 @@ class Translation:
         """Adds a key without influence on results."""
         self.leftovers.append(Leftover(key, value, reason))
 
-    def differs(self, key: str, value: Any, reason: str) -> None:
-        """Adds a key that changes results and has no counterpart."""
-        self.differences.append(Leftover(key, value, reason))
+    def differs(self, key: str, value: Any, reason: str, hole: str | None = None) -> None:
+        """Adds a key that changes results and has no counterpart. It may be a setting of a `hole`."""
+        self.differences.append(Leftover(key, value, reason, hole))
 
     @property
     def meaning(self) -> tuple[Any, ...]:
@@ -317,17 +321,6 @@ def default_of(path: str) -> Any:
     """Returns the default of a config key. None if it is required or part of an optional section."""
     found = field_of(path)
     return None if found is None or found.is_required() else found.get_default(call_default_factory=True)
-
-
-def refuse_differences(out: Translation) -> None:
-    """Raises ConfigError with all keys that would silently change results."""
-    if not out.differences:
-        return
-    found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
-    raise ConfigError(
-        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
-        "Remove them from the source, or import the rest with --allow-differences"
-    )
 
 
 # Conversion of values from other trainers.
