@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rltrain.config.loader import HOLE, Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.import_config.influence import WRITTEN, open_holes, refuse_differences
+from rltrain.import_config.influence import NO_COUNTERPART, WRITTEN, open_holes, refuse_differences
 from rltrain.import_config.sources import FRAMEWORKS, flattened, framework_of, read, translated
 from rltrain.import_config.translation import (
     Leftover,
@@ -64,7 +64,9 @@ def holes(out: Translation) -> list[str]:
         lines.append(
             f"HOLE: {path}: write {WRITTEN[path]}. The run is refused until then" if is_open else f"{path} is your own"
         )
-        lines += [f"  not carried over: {one.key}: {scalar(_short(one.value))}" for one in settings]
+        for one in settings:
+            reason = "" if one.reason == NO_COUNTERPART else f"   ({one.reason})"
+            lines.append(f"  not carried over: {one.key}: {scalar(_short(one.value))}{reason}")
     return lines
 
 

@@ -31,6 +31,7 @@ from rltrain.import_config.translation import (
 DEFAULTS = Path(__file__).with_name("source_defaults.json")
 """The other trainers' own keys and defaults. "${...}" is a default that follows other keys or the user's home."""
 EMPTY: tuple[Any, ...] = (*NOTHING, [], {})
+NO_COUNTERPART = "it has no counterpart here"
 OFF = (*EMPTY, False, "False", "false")
 
 Condition = Callable[[Translation], bool]
@@ -174,7 +175,7 @@ def sort_out_override(key: str, value: Any, out: Translation, hole: str | None =
     key is a difference."""
     overridden = overridden_key(key)
     if overridden is None:
-        out.differs(key, value, "it has no counterpart here", hole)
+        out.differs(key, value, NO_COUNTERPART, hole)
     elif says(out.get("model.path"), overridden, value):
         out.leave(key, value, "config.json of model.path has the same value")
     elif only_positions(out.get("model.path"), overridden):

@@ -66,7 +66,7 @@ speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d us
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend attn-implementation
     moe-grouped-gemm moe-permute-fusion moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type
     moe-enable-deepep no-gradient-accumulation-fusion update-weight-buffer-size update-weight-transport
-    update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
+    update-weight-transfer-mode check-weight-update-equal update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
     update-weight-delta-checksum update-weight-delta-encoding cpu-offloading-num-layers offload-modules
     distributed-timeout-seconds-after-init data-pad-size-multiplier no-offload-train no-offload-rollout offload
     offload-train

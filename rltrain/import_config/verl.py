@@ -5,6 +5,7 @@ from typing import Any
 
 from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON
 from rltrain.import_config.influence import (
+    ATTACHED,
     ENVIRONMENT,
     PROGRAM,
     Condition,
@@ -227,6 +228,9 @@ no teacher: distillation.*
 FSDP or Megatron trains: actor_rollout_ref.actor.veomni.* actor_rollout_ref.actor.torchtitan.*
 its keys are read: --config-name --config-path
 the version of verl: --source-version
+the agent is off: actor_rollout_ref.agent.*
+tokens of observations are never trained on: actor_rollout_ref.actor.state_masking
+    actor_rollout_ref.agent.mask_observations
 settings of Hydra: hydra.*
 """)
 CRITIC_HARMLESS = by_pattern("""
@@ -266,6 +270,8 @@ def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
         "every mini-batch is the whole step": lambda out: out.get("batch.mini_batches") == 1,
         "follows from model.router_replay": lambda out: out.get("model.router_replay") != "off",
         "the steps of a fully asynchronous run": lambda _: keys.get(DRAWN) not in NOTHING,
+        "the agent is off": lambda _: not keys.truth(AGENT + "enable_agent", True),
+        "tokens of observations are never trained on": lambda _: keys.truth(A + "state_masking", True),
         "given by clip_ratio_low and clip_ratio_high": lambda _: not keys.older,
     }
 
@@ -363,7 +369,8 @@ def _program(keys: SourceKeys, out: Translation) -> None:
         reason = "it is none of verl's own trainers, such as verl.trainer.main_ppo"
         out.differs(MODULE, module, reason, None if re.search(GENERATES, str(module)) else PROGRAM)
     else:
-        out.differs(MODULE, module, f"it starts a trainer of its own, {own}, and none of verl's")
+        reason = f"it starts a trainer of its own, {own}, and none of verl's: compare what else that one computes"
+        out.differs(MODULE, module, reason, ATTACHED)
 
 
 GENERATES = r"generation|generate|eval|infer"
@@ -443,6 +450,7 @@ def _mini_batches(keys: SourceKeys, out: Translation, prompts: int) -> None:
         out.set("batch.mini_batches_by", "samples", f"{AGENTS}: mini-batches count samples")
 
 
+AGENT = "actor_rollout_ref.agent."
 AGENTS = R + "n_agent"
 """Samples per prompt of agent stacks. Prompts are repeated before the rollout."""
 TURN, SEEN, TURNS = "data.max_start_length", "data.max_obs_length", "max_turns"
@@ -455,10 +463,16 @@ def _conversations(keys: SourceKeys, out: Translation) -> None:
     With `TURN` and `SEEN` the longest response is that of a turn, and the longest prompt that of the conversation. One
     more turn answers at the end.
     """
+    of_agents = TURN in keys and SEEN in keys
+    for masks, default in ((A + "state_masking", not of_agents), (AGENT + "mask_observations", True)):
+        if keys.truth(masks, default):
+            keys.assumed[masks] = True
+        else:
+            out.differs(masks, False, "tokens of observations are trained on there, and never here")
     limit = keys.get(R + "multi_turn.max_assistant_turns")
     if limit not in NOTHING and keys.truth(R + "multi_turn.enable", False):
         out.set("env.max_turns", count(limit), R + "multi_turn.max_assistant_turns")
-    if TURN not in keys or SEEN not in keys:
+    if not of_agents:
         return
     of_turn, whole = out.get("rollout.sampling.max_response_tokens"), out.get("data.max_prompt_tokens")
     out.set("data.max_prompt_tokens", keys.count(TURN), TURN)
@@ -467,11 +481,6 @@ def _conversations(keys: SourceKeys, out: Translation) -> None:
     if TURNS in keys:
         out.set("env.max_turns", keys.count(TURNS) + 1, f"{TURNS}, and the answer")
     out.differs(SEEN, keys.get(SEEN), "turns come from an environment here: env.function", ENVIRONMENT)
-    masks = A + "state_masking"
-    if keys.truth(masks, False):
-        out.leave(masks, True, "tokens of observations are never trained on")
-    else:
-        out.differs(masks, False, "tokens of observations are trained on there, and never here")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:

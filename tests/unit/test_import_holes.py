@@ -61,6 +61,9 @@ def test_the_settings_of_the_open_part_are_comments() -> None:
     text = written(opened("verl", AGENT), "a command")
     settings = [line for line in text.splitlines() if line.startswith("#   not carried over: ")]
     assert f"#   not carried over: {TURNS}tool_config_path: tools.yaml" in settings
+    assert (
+        f"#   not carried over: {TURNS}enable: true   (turns come from an environment here: env.function)" in settings
+    )
     assert "# HOLE: env.function: write the environment of the source" in text
     data = yaml.safe_load(text)
     assert data["env"] == {"function": "???", "max_turns": 5} and data["reward"] == {"function": "environment"}
@@ -143,12 +146,11 @@ def test_keys_belong_to_a_hole_by_their_names(key: str, value: Any, hole: str | 
 PROGRAM = "from verl.trainer.ppo.ray_trainer import RayPPOTrainer\nRayPPOTrainer(config)\n"
 
 
-def started(folder: Path, program: str | None, **options: Any) -> Translation:
+def started(folder: Path, program: str, more: str = "", **options: Any) -> Translation:
     """Imports a script that starts mine/main_ppo.py, with the text `program`."""
     (folder / "mine").mkdir(exist_ok=True)
-    if program is not None:
-        (folder / "mine" / "main_ppo.py").write_text(program)
-    text = VERL.replace("-m verl.trainer.main_ppo", "mine/main_ppo.py").replace("MORE", "").replace("\n", " ")
+    (folder / "mine" / "main_ppo.py").write_text(program)
+    text = VERL.replace("-m verl.trainer.main_ppo", "mine/main_ppo.py").replace("MORE", more).replace("\n", " ")
     (folder / "run.sh").write_text(text + "\n")
     return imported("verl", [str(folder / "run.sh")], **options)
 
@@ -166,6 +168,18 @@ def test_a_program_of_its_own_has_a_reward_of_its_own(tmp_path: Path) -> None:
         started(tmp_path, PROGRAM + "RayPPOTrainer.fit = fit\n", allow_holes=True)
     with pytest.raises(ConfigError, match="it starts a trainer of its own, .ray_trainer"):
         started(tmp_path, PROGRAM.replace("verl.trainer.ppo.ray", ".ray"), allow_holes=True)
+
+
+def test_an_agent_stack_may_have_a_trainer_of_its_own(tmp_path: Path) -> None:
+    agent = "actor_rollout_ref.agent."
+    more = f"{agent}tool_server_url=http://tools {agent}max_turns=3 {agent}mask_observations=True"
+    found = started(tmp_path, PROGRAM.replace("RayPPOTrainer(", "AgentTrainer("), more, allow_holes=True)
+    told = {one.key: one.reason for one in found.holes[ENVIRONMENT]}
+    assert "it starts a trainer of its own, AgentTrainer" in told["-m"] and told.keys() > {agent + "tool_server_url"}
+    with pytest.raises(ConfigError, match="tokens of observations are trained on there, and never here"):
+        started(tmp_path, PROGRAM, more.replace("mask_observations=True", "mask_observations=False"), allow_holes=True)
+    off = started(tmp_path, PROGRAM, f"{more} {agent}enable_agent=False", allow_holes=True)
+    assert [*off.holes] == [REWARD] and "env" not in off.placed
 
 
 def test_verls_program_may_be_a_file(tmp_path: Path) -> None:
