@@ -15,7 +15,7 @@ from rltrain.config.loader import HOLE, Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
 from rltrain.import_config.influence import NO_COUNTERPART, WRITTEN, open_holes, refuse_differences
-from rltrain.import_config.sources import FRAMEWORKS, flattened, framework_of, read, translated
+from rltrain.import_config.sources import FRAMEWORKS, asked_for, flattened, framework_of, parse_value, read, translated
 from rltrain.import_config.translation import (
     Leftover,
     RowCounts,
@@ -241,6 +241,7 @@ def run(arguments: argparse.Namespace) -> int:
         gpu=arguments.gpu,
         variables=arguments.env,
         version=arguments.source_version,
+        keys=arguments.key,
     )
     text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
     if arguments.output is None:
@@ -262,10 +263,12 @@ def imported(
     gpu: str | None = None,
     variables: Sequence[str] = (),
     version: str | None = None,
+    keys: Sequence[str] = (),
 ) -> Translation:
     """Imports a config or a command of `framework`, with memory settings for `gpu` (see `fit_memory`).
 
-    `variables` are values NAME=VALUE of the script's variables. `version` is the framework's version.
+    `variables` are values NAME=VALUE of the script's variables. `version` is the framework's version. `keys` are values
+    KEY=VALUE of keys of the source.
 
     Raises ConfigError if the source cannot be read or the result is not a valid config. Keys without counterpart that
     change results raise it too, unless `allow_differences` is set. With `allow_holes` an environment or a reward that
@@ -275,6 +278,11 @@ def imported(
     found = read(named, source, _environment(variables))
     if version is not None:
         found.keys[VERSION] = version
+    for text in keys:
+        name, separator, told = text.partition("=")
+        if not name or not separator:
+            raise ConfigError(f"--key {text}: expected KEY=VALUE with a key of {named.name}")
+        found.keys[name.lstrip("-")] = parse_value(told)
     fixed = Source({}, "--set")
     for text in settings:
         fixed.override(text)
@@ -295,7 +303,8 @@ def imported(
         check_config(Config.model_validate(out.data))
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"the result is not a valid config:\n{problems}\nCorrect it with --set KEY=VALUE") from None
+        hint = f"Correct it with --set KEY=VALUE{asked_for(found.unset)}"
+        raise ConfigError(f"the result is not a valid config:\n{problems}\n{hint}") from None
     fit_memory(out, gpu)
     return out
 
@@ -358,6 +367,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of rltrain to set")
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script to set"
+    )
+    parser.add_argument(
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the source, such as one whose value only running it tells",
     )
     parser.add_argument("--source-version", metavar="X.Y", help="the version of verl (default: by keys and files)")
     parser.add_argument(

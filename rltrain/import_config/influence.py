@@ -303,7 +303,8 @@ def refuse_differences(out: Translation) -> None:
     found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
     held = [one for one in out.differences if one.hole is not None]
     opened = "an environment or a reward of the source's own"
-    hint = f". {len(held)} of them belong to {opened}: with --allow-holes it stays open" if held else ""
+    is_held = any(one.hole != ATTACHED for one in held)
+    hint = f". {len(held)} of them belong to {opened}: with --allow-holes it stays open" if is_held else ""
     raise ConfigError(
         f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
         f"Remove them from the source, or import the rest with --allow-differences{hint}"

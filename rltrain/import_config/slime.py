@@ -66,7 +66,8 @@ speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d us
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend attn-implementation
     moe-grouped-gemm moe-permute-fusion moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type
     moe-enable-deepep no-gradient-accumulation-fusion update-weight-buffer-size update-weight-transport
-    update-weight-transfer-mode check-weight-update-equal update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
+    update-weight-transfer-mode check-weight-update-equal
+    update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
     update-weight-delta-checksum update-weight-delta-encoding cpu-offloading-num-layers offload-modules
     distributed-timeout-seconds-after-init data-pad-size-multiplier no-offload-train no-offload-rollout offload
     offload-train
@@ -382,6 +383,9 @@ def _dropout(keys: SourceKeys, out: Translation) -> None:
             out.differs(name, value, "there is no dropout here; set it to 0 (Megatron's default is 0.1)")
 
 
+DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
 def _records(keys: SourceKeys, out: Translation) -> None:
     """Sets the number of kept checkpoints, and names switches of slime that only test a part of it."""
     if keys.truth("keep-only-latest-checkpoint", False):
@@ -389,6 +393,9 @@ def _records(keys: SourceKeys, out: Translation) -> None:
     if keys.truth("disable-rollout-global-dataset", False) and not is_supervised(keys):
         reason = "prompts come from the own rollout loop there, and from files here"
         out.differs("disable-rollout-global-dataset", True, reason, ATTACHED)
+    source = keys.get("data-source-path", DATA_SOURCE)
+    if source not in (DATA_SOURCE, DATA_SOURCE.removesuffix("WithBuffer")):
+        out.differs("data-source-path", source, "prompts are read from files here", ATTACHED)
     if keys.truth("debug-rollout-only", False):
         out.notes.append("debug-rollout-only: slime generates and trains nothing with this flag. The import trains")
 

@@ -236,8 +236,16 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.policy", policies[name], "advantage-estimator")
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
     out.set("loss.clip_high", real(high), "eps-clip-high, or eps-clip if it is missing")
-    _set_advantages(keys, out, str(name))
+    if name in (*policies, "grpo", "reinforce_plus_plus_baseline") and keys.truth(UNCOMPARED, False):
+        out.set("algorithm", "reinforce_plus_plus", f"{UNCOMPARED}: the advantage is the reward")
+        set_whitening(out, "reinforce_plus_plus", keys.truth("normalize-advantages", False), "normalize-advantages")
+    else:
+        _set_advantages(keys, out, str(name))
     _set_means(keys, out)
+
+
+UNCOMPARED = "disable-rewards-normalization"
+"""The flag for rewards that are not compared within a prompt's samples."""
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:

@@ -18,6 +18,7 @@ from rltrain.import_config.shell_script import ScriptReading, StartedCommand, re
 from rltrain.import_config.translation import (
     NOTHING,
     PLACEMENT,
+    RUNNING,
     RowCounts,
     SourceKeys,
     Translation,
@@ -389,7 +390,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     if not launches:
         hint = "; expected such a command, a script that starts one, or a YAML file"
         other = _another(framework, [one.arguments for one in script.started])
-        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{_asked_for(script.unset)}")
+        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{asked_for(script.unset)}")
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
@@ -400,7 +401,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     return ReadSource(keys, name, notes, folder, frozenset(script.unset))
 
 
-def _asked_for(unset: Iterable[str]) -> str:
+def asked_for(unset: Iterable[str]) -> str:
     """Returns the hint about variables without a value. Empty without any."""
     names = sorted(name for name in unset if not name.isdigit())
     if not names:
@@ -498,7 +499,11 @@ def _translated_once(
         widen(out)
         limit(out)
     except UntranslatableError as reason:
-        value = keys.get(keys.last)
-        asked = _asked_for(source.unset) if value in NOTHING or keys.last in keys.unknown else ""
-        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {value!r}){asked}") from None
+        unknown = [key for key in keys.used() if key in keys.unknown]
+        is_unknown = RUNNING in str(reason) and unknown
+        key = unknown[-1] if is_unknown and keys.last not in unknown else keys.last
+        value = keys.get(key)
+        asked = asked_for(source.unset) if value in NOTHING or key in unknown else ""
+        asked += f"; {'or ' if asked else ''}give it by --key {key}=VALUE" if is_unknown else ""
+        raise ConfigError(f"{source.name}: {reason} (at {key}: {value!r}){asked}") from None
     return keys, out

@@ -331,6 +331,9 @@ ESTIMATORS = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_
 NOTHING = (None, "", "null", "None", "none")
 
 
+RUNNING = "known without running the source"
+
+
 def number(value: Any) -> Any:
     """Returns an int if the value is a whole number, else a float."""
     if isinstance(value, bool) or value in NOTHING:
@@ -338,7 +341,7 @@ def number(value: Any) -> Any:
     try:
         real = float(value)
     except (TypeError, ValueError):
-        raise UntranslatableError("it is not a number known without running the source") from None
+        raise UntranslatableError(f"it is not a number {RUNNING}") from None
     return int(real) if real.is_integer() and abs(real) < 2**53 and "e-" not in str(value) else real
 
 
@@ -543,8 +546,10 @@ def set_context(out: Translation, longest: Any, origin: str) -> None:
 
 
 def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, Any], samples: int, origin: str) -> None:
-    """Adds a held-out set. It becomes data.eval if it is decoded greedily once."""
-    if sampling.get("temperature", 0.0) == 0 and samples == 1:
+    """Adds a held-out set. It becomes data.eval if it is decoded greedily, which gives equal samples."""
+    if sampling.get("temperature", 0.0) == 0 and samples > 1:
+        out.notes.append(f"{origin}: {samples} greedy samples of a prompt are equal; one is evaluated")
+    if sampling.get("temperature", 0.0) == 0:
         for key, value in data.items():
             out.set(f"data.eval.{key}", value, origin)
         return

@@ -69,7 +69,8 @@ from rltrain.import_config.verl_sft import is_supervised, translate_sft
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
 logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
-    trainer.val_generations_to_log_to_wandb trainer.rollout_save_path trainer.{stats_path,stats_save_freq}
+    trainer.{stats_path,stats_save_freq} trainer.*wandb* trainer.*swanlab* trainer.*tensorboard* trainer.*log*_dir
+    trainer.*log*_path trainer.*dump*_dir trainer.*dump*_path trainer.*save_path
     trainer.validation_data_dir trainer.project_name trainer.experiment_name
     actor_rollout_ref.actor.{calculate_entropy,calculate_sum_pi_squared,sum_pi_squared_checkpointing}
     actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
@@ -574,7 +575,8 @@ def _lengths(keys: SourceKeys, out: Translation) -> None:
             out.differs(R + name, given, f"{here} is {out.get(here)}; expected one length")
 
 
-def _data(keys: SourceKeys, out: Translation) -> None:
+def _rows(keys: SourceKeys, out: Translation) -> None:
+    """Sets the rows of the training files."""
     out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
     overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
     if overlong:
@@ -586,6 +588,13 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    for name in ("path", "name"):
+        if (own := keys.get(f"data.custom_cls.{name}")) not in NOTHING:
+            out.differs(f"data.custom_cls.{name}", own, "rows are read from files here, by no class of yours", ATTACHED)
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    _rows(keys, out)
     _lengths(keys, out)
     variables = keys.under("data.apply_chat_template_kwargs.")
     if variables:

@@ -477,6 +477,10 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         _set_parts(keys, out, function)
     elif function is not None:
         out.set("reward.function", function, "custom_reward_function.path, .name")
+        options = keys.under("custom_reward_function.reward_kwargs.")
+        options |= keys.under("reward.custom_reward_function.reward_kwargs.")
+        if options:
+            out.set("reward.options", options, "custom_reward_function.reward_kwargs")
     else:
         out.set("reward.function", "math", "verl selects it by data_source; here answers are compared as mathematics")
     if manager not in (*MANAGERS, "gdpo"):

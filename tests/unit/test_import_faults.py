@@ -320,3 +320,33 @@ def test_adapters_of_miles() -> None:
     assert "lora" not in imported("slime", [text + LORA]).data["model"], "these forks have a switch"
     found = imported("slime", [text + LORA + "--use-lora --lora-target-modules all-linear"])
     assert found.get("model.lora.rank") == 32
+
+
+def test_a_key_whose_value_only_running_tells_can_be_given(tmp_path: Path) -> None:
+    counted = "trainer.n_gpus_per_node=$(python -c 'print(4)')"
+    with pytest.raises(ConfigError, match="give it by --key trainer.n_gpus_per_node=VALUE"):
+        script(tmp_path, "verl", counted)
+    assert script(tmp_path, "verl", counted, keys=["trainer.n_gpus_per_node=4"]).world_size == 4
+    with pytest.raises(ConfigError, match="--key nnodes: expected KEY=VALUE with a key of verl"):
+        script(tmp_path, "verl", counted, keys=["nnodes"])
+
+
+def test_greedy_samples_of_a_prompt_are_equal() -> None:
+    found = found_of(
+        "skyrl", "data.val_data=/d/v.parquet generator.eval_n_samples_per_prompt=8 trainer.eval_interval=5"
+    )
+    assert found.get("data.eval.path") == "/d/v.parquet" and "evaluation.sets" not in found.settings
+    assert any("8 greedy samples of a prompt are equal" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("more", "whitens"), [("", False), ("--normalize-advantages", True)])
+def test_slimes_rewards_that_are_not_compared_are_the_advantages(more: str, whitens: bool) -> None:
+    found = found_of("slime", f"--disable-rewards-normalization --advantage-estimator gspo {more}")
+    assert (found.get("algorithm"), found.get("loss.policy")) == ("reinforce_plus_plus", "gspo")
+    assert found.get("advantages.whiten") is whitens and "advantages.normalize_std" not in found.settings
+
+
+def test_options_of_verls_reward_functions() -> None:
+    own = "custom_reward_function.path=/r.py custom_reward_function.name=score"
+    found = found_of("verl", f"{own} +custom_reward_function.reward_kwargs.scale=0.5")
+    assert found.data["reward"] == {"function": "/r.py:score", "options": {"scale": 0.5}}
