@@ -23,6 +23,7 @@ from rltrain.import_config.skyrl_learning import (
     G,
     T,
     distills,
+    refuse_own_generator,
     set_algorithm,
     set_correction,
     set_critic_lora,
@@ -57,6 +58,7 @@ from rltrain.import_config.translation import top_k as top_k_of
 # Keys of SkyRL without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
+settings of Hydra: hydra.*
 logs only: trainer.{logger,log_path,log_example_interval,tags,dump_data_batch,dump_eval_results,project_name,run_name}
     trainer.{print_example_interval,num_logger_train_samples,num_logger_eval_samples,enable_ray_gpu_monitor}
     trainer.policy.record_memory trainer.policy.torch_profiler_config.* generator.eval_sampling_params.logprobs
@@ -433,6 +435,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in keys.text("-m", ""):
         translate_sft(keys, out, rows)
         return
+    refuse_own_generator(keys, out)
     apply(SKYRL, keys, out, decay=one_of(DECAYS, "learning rates"))
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
@@ -450,7 +453,11 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = (T + "max_training_steps", T + "epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
     set_vision(out, key=SEES, sees=keys.truth(SEES, False))
-    sort_out(keys, out, KeyRules(HARMLESS, "skyrl", conditions(keys)))
+    sort_out(
+        keys,
+        out,
+        KeyRules(HARMLESS, "skyrl", conditions(keys), learning=("trainer.",), attached=(G, "data.")),
+    )
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.foreign import ENGINE, Pair
+from rltrain.import_config.influence import ENVIRONMENT, TO_COMPLETE
 from rltrain.import_config.shared_rules import WEIGHTS, set_adapters
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -85,6 +86,21 @@ def _imports(program: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# Generators of a program's own.
+
+
+def refuse_own_generator(keys: SourceKeys, out: Translation) -> None:
+    """Names a program that replaces SkyRL's generator, as an agent's harness does. Its turns are an environment's."""
+    module = keys.text("-m", "")
+    if module.startswith(("skyrl.", "skyrl_train.")):
+        return
+    programs = [program for name, program in texts_of(module, keys.folder) if name == module]
+    defined = (node for program in programs for node in ast.walk(program) if isinstance(node, ast.FunctionDef))
+    if any(node.name == "get_generator" for node in defined):
+        reason = "it has a generator of its own, whose turns come from an environment here"
+        out.differs("-m", module, reason, ENVIRONMENT)
 
 
 # Environments registered with SkyRL-Gym.
@@ -420,8 +436,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         if options:
             out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")
     else:
-        out.set("env.function", f"{env}.env:Env", "environment.env_class: give its module and class")
-        out.differs("environment.env_class", env, "set your own environment as env.function: module:class")
+        out.set("env.function", f"{env}.env:Env", f"environment.env_class: {TO_COMPLETE}")
+        out.differs("environment.env_class", env, "set your own environment as env.function: module:class", ENVIRONMENT)
 
 
 # Adapters, routers and rounded experts.

@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
-from rltrain.import_config.influence import defaults_of
-from rltrain.import_config.shared_rules import WEIGHTS, choose_engine
+from rltrain.import_config.influence import ENVIRONMENT, defaults_of
+from rltrain.import_config.influence import REWARD as REWARD_HOLE
+from rltrain.import_config.shared_rules import WEIGHTS, choose_engine, set_adapters
 from rltrain.import_config.translation import (
     NOTHING,
     WITHOUT_COMPARISON,
@@ -235,8 +236,16 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.policy", policies[name], "advantage-estimator")
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
     out.set("loss.clip_high", real(high), "eps-clip-high, or eps-clip if it is missing")
-    _set_advantages(keys, out, str(name))
+    if name in (*policies, "grpo", "reinforce_plus_plus_baseline") and keys.truth(UNCOMPARED, False):
+        out.set("algorithm", "reinforce_plus_plus", f"{UNCOMPARED}: the advantage is the reward")
+        set_whitening(out, "reinforce_plus_plus", keys.truth("normalize-advantages", False), "normalize-advantages")
+    else:
+        _set_advantages(keys, out, str(name))
     _set_means(keys, out)
+
+
+UNCOMPARED = "disable-rewards-normalization"
+"""The flag for rewards that are not compared within a prompt's samples."""
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
@@ -266,6 +275,23 @@ def _set_means(keys: SourceKeys, out: Translation) -> None:
         out.differs("dynamic-sampling-filter-path", selected, "set it as batch.dynamic_sampling.filter")
 
 
+def set_lora(keys: SourceKeys, out: Translation) -> None:
+    """Sets the adapters of miles, a fork of slime, and of forks with FSDP, which need a switch."""
+    if keys.get("lora-rank") in NOTHING:
+        return
+    sharded = keys.text("train-backend", "megatron") != "megatron"
+    if not keys.truth("use-lora", not sharded):
+        return
+    names = {"rank": "lora-rank", "alpha": "lora-alpha", "dropout": "lora-dropout", "type": "lora-type"}
+    given = {here: keys.get(name) for here, name in {**names, "path": "lora-adapter-path"}.items()}
+    keys.assumed |= {"lora-alpha": 16, "lora-dropout": 0, "lora-type": "lora"}
+    targets = keys.first("target-modules", "lora-target-modules")[1]
+    split = targets.split(",") if isinstance(targets, str) and "," in targets else targets
+    init = None if sharded else keys.get("lora-A-init-method", "xavier")
+    given |= {"targets": split, "exclude": keys.get("exclude-modules"), "init": init}
+    set_adapters(given, out, "lora-", 16, not sharded)
+
+
 def set_kl(keys: SourceKeys, out: Translation) -> None:
     in_loss, coef = keys.truth("use-kl-loss", False), keys.real("kl-loss-coef", 0)
     in_reward = keys.real("kl-coef", 0)
@@ -291,7 +317,10 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
     fully = keys.truth("fully-async", False) or function.endswith("fully_async")
     if function not in OWN_ROLLOUTS and not fully:
         out.differs(
-            "rollout-function-path", function, "your own rollout loop becomes an environment here: docs/environments.md"
+            "rollout-function-path",
+            function,
+            "your own rollout loop becomes an environment here: docs/environments.md",
+            ENVIRONMENT,
         )
     if keys.get(PROGRAM) == PROGRAMS[1] or fully:
         out.set("schedule.mode", "asynchronous", PROGRAMS[1])
@@ -338,7 +367,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif generate is not None and kind is None:
         out.set("reward.function", "environment", "custom-generate-function-path: it sets the reward of the sample")
     else:
-        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md")
+        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md", REWARD_HOLE)
     scored = keys.get("reward-key")
     if scored is not None and own is not None:
         out.set("reward.options", {"reward_key": scored}, "reward-key")

@@ -18,6 +18,7 @@ from rltrain.import_config.shell_script import ScriptReading, StartedCommand, re
 from rltrain.import_config.translation import (
     NOTHING,
     PLACEMENT,
+    RUNNING,
     RowCounts,
     SourceKeys,
     Translation,
@@ -41,10 +42,12 @@ def parse_override(text: str) -> tuple[str, Any] | None:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the text as a list, mapping, number, truth value or null if it is one."""
+    """Returns the text as a list, mapping with braces, number, truth value or null if it is one, as Hydra does."""
     try:
         value = yaml.load(text, Loader=PlainLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError:
+        return text
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
         return text
     return text if value is None and text.strip() not in ("null", "~", "") else value
 
@@ -268,7 +271,8 @@ def _bare(word: str) -> str:
     if not name.endswith(".py"):
         return name
     parts = Path(name).with_suffix("").parts
-    return ".".join(parts[max((parts.index(top) for top in ("verl", "rlinf") if top in parts), default=0) :])
+    tops = (len(parts) - 1 - parts[::-1].index(top) for top in ("verl", "rlinf", "recipe") if top in parts[:-1])
+    return ".".join(parts[max(tops, default=0) :])
 
 
 def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
@@ -308,10 +312,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_program(words: Sequence[str]) -> dict[str, Any]:
-    """Returns `_overrides`, with a program given as a relative file like one given as a module."""
-    files = [Path(word) for word in words if word.endswith(".py") and "=" not in word]
-    module = [".".join(file.with_suffix("").parts) for file in files if not file.is_absolute()]
-    return ({"-m": module[0]} if module else {}) | _overrides(words)
+    """Returns `_overrides`, with a program given as a file like one given as a module. Folders before a trainer's own
+    package are left out."""
+    files = [word for word in words if word.endswith(".py") and "=" not in word and not word.startswith("-")]
+    return ({"-m": _bare(files[0]).lstrip("./")} if files else {}) | _overrides(words)
 
 
 OPTIONS = {
@@ -338,7 +342,7 @@ FRAMEWORKS = {
         beside=slime_learning.beside_training,
     ),
     "verl": Framework(
-        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
+        *("verl", _with_overrides(verl.SECTIONS), _with_program, verl.translate), marks=("verl.", "actor_rollout_ref.")
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _with_program, skyrl.translate),
@@ -386,7 +390,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     if not launches:
         hint = "; expected such a command, a script that starts one, or a YAML file"
         other = _another(framework, [one.arguments for one in script.started])
-        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{_asked_for(script.unset)}")
+        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{asked_for(script.unset)}")
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
@@ -397,7 +401,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     return ReadSource(keys, name, notes, folder, frozenset(script.unset))
 
 
-def _asked_for(unset: Iterable[str]) -> str:
+def asked_for(unset: Iterable[str]) -> str:
     """Returns the hint about variables without a value. Empty without any."""
     names = sorted(name for name in unset if not name.isdigit())
     if not names:
@@ -495,7 +499,11 @@ def _translated_once(
         widen(out)
         limit(out)
     except UntranslatableError as reason:
-        value = keys.get(keys.last)
-        asked = _asked_for(source.unset) if value in NOTHING or keys.last in keys.unknown else ""
-        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {value!r}){asked}") from None
+        unknown = [key for key in keys.used() if key in keys.unknown]
+        is_unknown = RUNNING in str(reason) and unknown
+        key = unknown[-1] if is_unknown and keys.last not in unknown else keys.last
+        value = keys.get(key)
+        asked = asked_for(source.unset) if value in NOTHING or key in unknown else ""
+        asked += f"; {'or ' if asked else ''}give it by --key {key}=VALUE" if is_unknown else ""
+        raise ConfigError(f"{source.name}: {reason} (at {key}: {value!r}){asked}") from None
     return keys, out

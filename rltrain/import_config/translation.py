@@ -178,16 +178,20 @@ class Leftover:
     key: str
     value: Any
     reason: str
+    hole: str | None = None
+    """The part that can stay open instead (`influence.open_holes`), if the key is a setting of it."""
 
 
 @dataclass
 class Translation:
-    """The result of an import. `differences` change results. `leftovers` do not."""
+    """The result of an import. `differences` change results. `leftovers` do not. `holes` has the source's settings of
+    every config key that is left open."""
 
     framework: str
     settings: dict[str, Setting] = field(default_factory=dict)
     leftovers: list[Leftover] = field(default_factory=list)
     differences: list[Leftover] = field(default_factory=list)
+    holes: dict[str, list[Leftover]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     world_size: int = 1
     ranks_per_node: int = 8
@@ -222,9 +226,9 @@ class Translation:
         """Adds a key without influence on results."""
         self.leftovers.append(Leftover(key, value, reason))
 
-    def differs(self, key: str, value: Any, reason: str) -> None:
-        """Adds a key that changes results and has no counterpart."""
-        self.differences.append(Leftover(key, value, reason))
+    def differs(self, key: str, value: Any, reason: str, hole: str | None = None) -> None:
+        """Adds a key that changes results and has no counterpart. It may be a setting of a `hole`."""
+        self.differences.append(Leftover(key, value, reason, hole))
 
     @property
     def meaning(self) -> tuple[Any, ...]:
@@ -319,23 +323,15 @@ def default_of(path: str) -> Any:
     return None if found is None or found.is_required() else found.get_default(call_default_factory=True)
 
 
-def refuse_differences(out: Translation) -> None:
-    """Raises ConfigError with all keys that would silently change results."""
-    if not out.differences:
-        return
-    found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
-    raise ConfigError(
-        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
-        "Remove them from the source, or import the rest with --allow-differences"
-    )
-
-
 # Conversion of values from other trainers.
 
 VOCABULARY = 100_000
 """A top_k from this size on is the same as none."""
 ESTIMATORS = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3", "k3+": "k3", "k1+": "k1"}
 NOTHING = (None, "", "null", "None", "none")
+
+
+RUNNING = "known without running the source"
 
 
 def number(value: Any) -> Any:
@@ -345,7 +341,7 @@ def number(value: Any) -> Any:
     try:
         real = float(value)
     except (TypeError, ValueError):
-        raise UntranslatableError("it is not a number known without running the source") from None
+        raise UntranslatableError(f"it is not a number {RUNNING}") from None
     return int(real) if real.is_integer() and abs(real) < 2**53 and "e-" not in str(value) else real
 
 
@@ -550,8 +546,10 @@ def set_context(out: Translation, longest: Any, origin: str) -> None:
 
 
 def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, Any], samples: int, origin: str) -> None:
-    """Adds a held-out set. It becomes data.eval if it is decoded greedily once."""
-    if sampling.get("temperature", 0.0) == 0 and samples == 1:
+    """Adds a held-out set. It becomes data.eval if it is decoded greedily, which gives equal samples."""
+    if sampling.get("temperature", 0.0) == 0 and samples > 1:
+        out.notes.append(f"{origin}: {samples} greedy samples of a prompt are equal; one is evaluated")
+    if sampling.get("temperature", 0.0) == 0:
         for key, value in data.items():
             out.set(f"data.eval.{key}", value, origin)
         return

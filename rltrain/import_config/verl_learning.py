@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from rltrain.config.foreign import ACTOR, ROLLOUT, Pair
+from rltrain.import_config.influence import ENVIRONMENT, REWARD
 from rltrain.import_config.shared_rules import (
     megatron_options,
     set_adapters,
@@ -476,16 +477,20 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         _set_parts(keys, out, function)
     elif function is not None:
         out.set("reward.function", function, "custom_reward_function.path, .name")
+        options = keys.under("custom_reward_function.reward_kwargs.")
+        options |= keys.under("reward.custom_reward_function.reward_kwargs.")
+        if options:
+            out.set("reward.options", options, "custom_reward_function.reward_kwargs")
     else:
         out.set("reward.function", "math", "verl selects it by data_source; here answers are compared as mathematics")
     if manager not in (*MANAGERS, "gdpo"):
-        out.differs(manager_key, manager, "your own manager becomes a reward function here")
+        out.differs(manager_key, manager, "your own manager becomes a reward function here", REWARD)
     elif manager_key in keys:
         out.leave(manager_key, manager, "it only calls the reward functions")
     _set_penalty(keys, out, manager)
     if keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False):
         key = "actor_rollout_ref.rollout.multi_turn.enable"
-        out.differs(key, True, "turns come from an environment here: env.function")
+        out.differs(key, True, "turns come from an environment here: env.function", ENVIRONMENT)
 
 
 def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None:
