@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from rltrain.config.loader import Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.import_config.sources import FRAMEWORKS, flattened, framework_of, read, translated
+from rltrain.import_config.sources import FRAMEWORKS, framework_of, read, translated
 from rltrain.import_config.translation import (
     Leftover,
     RowCounts,
     Setting,
     Translation,
+    flattened,
     keys_of,
     nested,
     refuse_differences,

@@ -123,7 +123,8 @@ def test_slimes_rewards_look_for_marked_answers() -> None:
     options = {kind: found_of("slime", f"--rm-type {kind}").data["reward"] for kind in ("math", "deepscaler", "dapo")}
     assert options["math"] == {"function": "math", "options": {"last_number": False}}
     assert options["deepscaler"]["options"]["after"] == ["</think>", "###Response"]
-    assert options["dapo"] == {"functions": [{"function": "math", "weight": 2.0}]}
+    signed = {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    assert options["dapo"] == {"functions": [signed]}
     with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
         found_of("slime", "--rm-type dapo --advantage-estimator ppo")
 

@@ -139,7 +139,8 @@ VERL: list[tuple[str, dict[str, Any]]] = [
     (f"{ALGORITHM}adv_estimator=grpo_passk", {"algorithm": "pass_at_k", "advantages.k": 5}),
     (f"{ALGORITHM}norm_adv_by_std_in_grpo=False", {"advantages.normalize_std": False}),
     (
-        f"{ALGORITHM}filter_groups.enable=True {ALGORITHM}filter_groups.max_num_gen_batches=10 data.gen_batch_size=192",
+        f"-m recipe.dapo.main_dapo {ALGORITHM}filter_groups.enable=True "
+        f"{ALGORITHM}filter_groups.max_num_gen_batches=10 data.gen_batch_size=192",
         {"batch.dynamic_sampling.filter": "rewards_differ", "batch.dynamic_sampling.max_drawn": 30.0},
     ),
     (
