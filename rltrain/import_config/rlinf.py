@@ -1,5 +1,6 @@
 """Rules for RLinf's configs for language models. These configs are complete, so defaults seldom matter."""
 
+from math import prod
 from typing import Any
 
 from rltrain.config.foreign import RLINF
@@ -8,6 +9,7 @@ from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
+    WITHOUT_COMPARISON,
     RowCounts,
     SourceKeys,
     Translation,
@@ -41,6 +43,7 @@ ROLES = {
 }
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mixed": "bfloat16", "16": "float16"}
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
+TASKS = ("reasoning", "coding_online_rl", "math")
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 NEVER = 1e6
 """A bound that no mean ratio reaches."""
@@ -88,6 +91,10 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     """Translates a config of RLinf into `out`."""
     refuse_action_heads(keys, "actor.model.model_type", "rollout.model.model_type")
+    task = keys.get("runner.task_type", TASKS[0])
+    if task not in TASKS:
+        raise UntranslatableError(f"expected the task {' or '.join(TASKS)}, which learn from rewards by text")
+    keys.get("algorithm.max_num_gen_batches", 1)
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
@@ -107,6 +114,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = ("runner.max_steps", "runner.max_epochs")
     set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
     _guard(keys, out)
+    _scale(keys, out)
     set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
@@ -114,7 +122,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
-    """Handles RLinf's guard for Megatron. It skips micro-batches with a large mean ratio."""
+    """Sets RLinf's guard for Megatron. It leaves micro-batches with a large mean ratio out of the loss."""
     key = "algorithm.early_stop_imp_ratio"
     bound = keys.get(key)
     if bound in NOTHING:
@@ -122,7 +130,30 @@ def _guard(keys: SourceKeys, out: Translation) -> None:
     if keys.get("actor.training_backend", "megatron") != "megatron" or real(bound) >= NEVER:
         out.leave(key, bound, "only for Megatron, and for bounds within reach of a mean ratio")
     else:
-        out.differs(key, bound, "RLinf skips micro-batches with a larger mean ratio")
+        out.set("on_divergence.max_ratio", real(bound), key)
+        out.notes.append(f"{key}: RLinf leaves out one micro-batch of all replicas. Here it is the whole mini-batch")
+
+
+def _scale(keys: SourceKeys, out: Translation) -> None:
+    """Handles RLinf's scale of a mean over tokens, for Megatron.
+
+    If engines have ranks of their own, it divides sums by the longest response times the samples of one replica. Else
+    it divides them by the tokens of the whole step.
+    """
+    key, parallel = "algorithm.use_valid_token_scale", ("tp", "pp", "cp")
+    scaled, placed = keys.truth(key, False), out.placed
+    if not scaled or keys.get("algorithm.loss_agg_func", "token-mean") != "token-mean":
+        return
+    longest = keys.count("runner.seq_length", 2048) - out.get("data.max_prompt_tokens")
+    if keys.get("actor.training_backend", "megatron") != "megatron":
+        out.leave(key, scaled, "only for Megatron")
+    elif placed.get("actor") == placed.get("rollout") and out.get("batch.mini_batches") == 1:
+        out.leave(key, scaled, "the mean over the tokens of a step with one mini-batch")
+    elif placed.get("actor") != placed.get("rollout") and longest == out.get("rollout.sampling.max_response_tokens"):
+        replicas = max(out.num_ranks("actor") // prod(out.get(f"actor.parallel.{name}") for name in parallel), 1)
+        bound = out.get("actor.optimizer.clip_grad")
+        out.set("loss.normalization", "dr_grpo", key)
+        out.set("actor.optimizer.clip_grad", bound / replicas, f"{bound} for losses {replicas} times as large there")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -234,6 +265,9 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     clip = keys.get("algorithm.ratio_clip_eps", 0.2)
     ends = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     bounds = [clip if keys.get(end) in NOTHING else keys.get(end) for end in ends]
+    for end in ends:
+        if keys.get(end) not in NOTHING and real(keys.get(end)) == real(clip):
+            out.leave(end, keys.get(end), "the same as ratio_clip_eps")
     set_clip(out, *bounds, *(f"{end}, ratio_clip_eps" for end in ends))
     bound = keys.get("algorithm.clip_ratio_c")
     if bound not in NOTHING:
@@ -281,14 +315,24 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 def _reward(keys: SourceKeys, out: Translation) -> None:
     kind = keys.get("reward.reward_type", "math")
     if kind == "math":
-        out.set("reward.function", "math", "reward.reward_type")
+        _set_values(keys, out)
     else:
         out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md")
-    scale = keys.get("reward.reward_scale")
-    if scale not in NOTHING and real(scale) != 1:
-        parts = [{"function": "math", "weight": real(scale)}]
-        out.settings.pop("reward.function", None)
-        out.set("reward.functions", parts, "reward.reward_scale")
-        out.notes.append("a wrong answer has reward 0 here, and -reward_scale in RLinf. GRPO's advantages are equal")
     if keys.truth("reward.use_reward_model", False):
         out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")
+
+
+def _set_values(keys: SourceKeys, out: Translation) -> None:
+    """Sets the rewards of right and wrong answers, which are scale and -scale by default."""
+    ends = {name: real(keys.get(f"reward.reward_{name}_val", value)) for name, value in (("max", 1.0), ("min", -1.0))}
+    scale, algorithm = real(keys.get("reward.reward_scale", 1.0) or 1.0), out.get("algorithm")
+    right, wrong = ends["max"] * scale, ends["min"] * scale
+    origin = f"reward.reward_scale: {right:g} and {wrong:g} there, {right - wrong:g} and 0 here"
+    if wrong and (algorithm == "ppo" or (algorithm in WITHOUT_COMPARISON and not out.get("advantages.whiten"))):
+        reason = f"a wrong answer has {wrong:g} there and 0 here, which {algorithm} learns from"
+        out.differs("reward.reward_min_val", ends["min"], reason)
+    if right - wrong == 1:
+        out.set("reward.function", "math", "reward.reward_type")
+    else:
+        out.set("reward.functions", [{"function": "math", "weight": right - wrong}], origin)
+        out.notes.append(f"{origin}. Advantages, which compare samples, are equal")

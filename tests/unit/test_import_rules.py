@@ -408,7 +408,7 @@ def of_rlinf(folder: Path, **more: dict[str, Any]) -> Translation:
         ),
         (
             {"reward": {"reward_scale": 5}, "actor": {"model": {"recompute_granularity": "full"}}},
-            {"reward.functions": [{"function": "math", "weight": 5.0}], "model.recompute": "full"},
+            {"reward.functions": [{"function": "math", "weight": 10.0}], "model.recompute": "full"},
         ),
     ],
 )
@@ -430,6 +430,9 @@ def test_what_keys_of_rlinf_set(more: dict[str, Any], expected: dict[str, Any], 
         ({"algorithm": {"loss_type": "embodied"}}, "only the loss of PPO is supported"),
         ({"reward": {"reward_type": "vqa"}}, "set your function as reward.function"),
         ({"reward": {"use_reward_model": True}}, "place role reward_model"),
+        ({"algorithm": {"adv_type": "gae"}}, "reward_min_val: -1.0: a wrong answer has -1 there and 0 here"),
+        ({"runner": {"task_type": "sft"}}, "expected the task reasoning or coding_online_rl or math"),
+        ({"algorithm": {"max_num_gen_batches": 3}}, "max_num_gen_batches: 3: it has no counterpart"),
         ({"cluster": {"component_placement": {"actor,painter": "0-7"}}}, "painter is not a role here"),
         (
             {"cluster": {"component_placement": {"actor": {"node_group": "blue", "placement": "0-7"}}}},
@@ -440,6 +443,29 @@ def test_what_keys_of_rlinf_set(more: dict[str, Any], expected: dict[str, Any], 
 def test_what_keys_of_rlinf_are_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         of_rlinf(tmp_path, **more)
+
+
+def test_rlinfs_rewards_of_right_and_wrong_answers(tmp_path: Path) -> None:
+    """Wrong answers have minus the scale by default."""
+    assert of_rlinf(tmp_path).get("reward.functions") == [{"function": "math", "weight": 2.0}]
+    ends = {"reward_min_val": 0, "reward_max_val": 1}
+    assert of_rlinf(tmp_path, reward=ends).get("reward.function") == "math"
+    placed = {"component_placement": {"actor,rollout,critic": "0-7"}}
+    ppo = of_rlinf(tmp_path, reward=ends, algorithm={"adv_type": "gae"}, cluster=placed)
+    assert ppo.get("algorithm") == "ppo" and ppo.get("reward.function") == "math"
+
+
+def test_rlinfs_scale_of_a_mean_over_tokens(tmp_path: Path) -> None:
+    """With engines of their own, losses there are larger by the number of replicas."""
+    scaled, longest = {"use_valid_token_scale": True}, {"sampling_params": {"max_new_tokens": 1024}}
+    apart = {"component_placement": {"actor": "0-7", "rollout": "8-15"}}
+    optim = {"model": {"tensor_model_parallel_size": 4}, "optim": {"lr": 2e-6, "clip_grad": 0.8}}
+    found = of_rlinf(tmp_path, algorithm={**scaled, **longest}, cluster=apart, actor=optim)
+    assert found.get("loss.normalization") == "dr_grpo" and found.get("actor.optimizer.clip_grad") == 0.4
+    alone = of_rlinf(tmp_path, algorithm={"n_minibatches": 1, **scaled})
+    assert alone.get("loss.normalization") == "token_mean"
+    with pytest.raises(ConfigError, match="use_valid_token_scale: True: it has no counterpart"):
+        of_rlinf(tmp_path, algorithm={"n_minibatches": 2, **scaled})
 
 
 def test_rlinf_normalizes_advantages_of_every_algorithm(tmp_path: Path) -> None:
