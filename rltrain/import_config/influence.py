@@ -133,7 +133,7 @@ def settle(key: str, value: Any, out: Translation, keys: SourceKeys) -> None:
         out.leave(key, value, reason)
     elif key in rules.switches and value in OFF:
         out.leave(key, value, "off")
-    elif known and key not in known and value in EMPTY:
+    elif key not in known and value in EMPTY:
         out.leave(key, value, f"null, and no key of {out.framework}'s own")
     else:
         sort_out_override(key, value, out)

@@ -135,7 +135,7 @@ class TrainingBackend(ABC):
             *(model, settings),
             total_updates=total_updates,
             max_skipped=limits.max_skipped,
-            max_ratio=limits.max_ratio,
+            max_ratio=limits.max_ratio if site.role == "actor" else None,
             role=site.role,
         )
         if state is not None:

@@ -167,7 +167,8 @@ def test_rlinf_reads_hydra_with_interpolations_and_any_placement(tmp_path: Path)
 def test_rlinfs_guard_of_megatron_is_set_where_it_can_bind(tmp_path: Path) -> None:
     def found(bound: float, backend: str) -> Translation:
         algorithm = {**RLINF["algorithm"], "early_stop_imp_ratio": bound, "val_rollout_batch_size_per_gpu": 4}
-        actor = {**RLINF["actor"], "training_backend": backend}
+        model = {"tensor_model_parallel_size": 4, "precision": "fp32" if backend == "fsdp" else "fp16"}
+        actor = {**RLINF["actor"], "training_backend": backend, "model": model}
         data = {**RLINF["data"], "rollout_batch_size": 128}
         algorithm |= {"entropy_bonus": 0.1, "calculate_entropy": False}
         values = {**RLINF, "defaults": [], "algorithm": algorithm, "actor": actor, "data": data}

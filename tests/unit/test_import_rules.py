@@ -385,8 +385,11 @@ def of_rlinf(folder: Path, **more: dict[str, Any]) -> Translation:
             {"loss.correction.high": 5.0, "batch.samples_per_prompt": 8},
         ),
         (
-            {"actor": {"enable_offload": True, "lr_sched": {"max_lr": 1e-5}}, "rollout": {"enable_offload": True}},
-            {"actor.offload": True, "rollout.offload": True, "actor.optimizer.lr": 1e-5},
+            {
+                "actor": {"enable_offload": True, "optim": {"lr": 2e-6}, "lr_sched": {"max_lr": 1e-5}},
+                "rollout": {"enable_offload": True},
+            },
+            {"actor.offload": True, "rollout.offload": True, "actor.optimizer.lr": 2e-6},
         ),
         (
             {
@@ -453,6 +456,36 @@ def test_rlinfs_rewards_of_right_and_wrong_answers(tmp_path: Path) -> None:
     placed = {"component_placement": {"actor,rollout,critic": "0-7"}}
     ppo = of_rlinf(tmp_path, reward=ends, algorithm={"adv_type": "gae"}, cluster=placed)
     assert ppo.get("algorithm") == "ppo" and ppo.get("reward.function") == "math"
+
+
+def test_rlinfs_schedule_and_types_by_backend(tmp_path: Path) -> None:
+    """Warm-up is a fraction of lr_decay_iters. FSDP computes in another type than it stores."""
+    sched = {"lr_warmup_fraction": 0.1, "lr_decay_iters": 50, "lr_warmup_iters": 9}
+    assert of_rlinf(tmp_path, actor={"lr_sched": sched}).get("actor.optimizer.warmup_steps") == 5
+    own = {"mixed_precision": {"param_dtype": "fp16"}}
+    sharded = {"training_backend": "fsdp", "lr_sched": sched, "model": {"precision": "fp32"}, "fsdp_config": own}
+    found = of_rlinf(tmp_path, actor=sharded)
+    assert found.get("model.dtype") == "float16" and not found.get("actor.optimizer.warmup_steps")
+    with pytest.raises(ConfigError, match="actor.model.precision: 'bf16': FSDP trains weights of this type"):
+        of_rlinf(tmp_path, actor={**sharded, "model": {"precision": "bf16"}})
+    with pytest.raises(ConfigError, match="lr_scheduler: 'cosine': set actor.optimizer.decay"):
+        of_rlinf(tmp_path, actor={**sharded, "optim": {"lr_scheduler": "cosine"}})
+
+
+UNREAD = [
+    ("algorithm", {"sampling_params": {"repetition_penalty": 1.1}}),
+    ("data", {"system_prompt": "Be brief."}),
+    ("runner", {"resume_dir": "/runs/7"}),
+    ("rollout", {"pipeline_parallel_size": 2}),
+    ("actor", {"optim": {"optimizer": "sgd"}}),
+    ("actor", {"model": {"is_lora": True}}),
+]
+
+
+@pytest.mark.parametrize(("section", "given"), UNREAD)
+def test_no_key_of_rlinf_vanishes_with_its_section(section: str, given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.*: (it has no counterpart|optimizers here)"):
+        of_rlinf(tmp_path, **{section: given})
 
 
 def test_rlinfs_scale_of_a_mean_over_tokens(tmp_path: Path) -> None:
