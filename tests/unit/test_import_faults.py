@@ -129,6 +129,14 @@ def test_slimes_rewards_look_for_marked_answers() -> None:
         found_of("slime", "--rm-type dapo --advantage-estimator ppo")
 
 
+def test_skyrls_environments_of_mathematics_look_for_marked_answers() -> None:
+    assert found_of("skyrl", "").data["reward"] == {"function": "math", "options": {"after": ["####"]}}
+    (part,) = found_of("skyrl", "environment.env_class=aime").get("reward.functions")
+    assert part == {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
+        found_of("skyrl", "environment.env_class=aime trainer.algorithm.advantage_estimator=gae")
+
+
 def test_slimes_file_of_evaluation_sets(tmp_path: Path) -> None:
     (tmp_path / "eval.yaml").write_text(
         "eval: {defaults: {top_p: 0.7}, datasets: [{name: aime, path: /d/a.jsonl, n_samples_per_eval_prompt: 4}]}\n"
