@@ -210,6 +210,8 @@ RLINF = (
     Pair("actor.model.context_parallel_size", "actor.parallel.cp", 1),
     Pair("actor.model.expert_model_parallel_size", "actor.parallel.ep", 1),
     Pair("actor.model.expert_tensor_parallel_size", "actor.parallel.etp"),
+    Pair("actor.model.moe_aux_loss_coeff", "model.moe.aux_loss_coef"),
+    Pair("actor.model.moe_router_bias_update_rate", "model.moe.bias_update_rate"),
     Pair("actor.optim.lr", "actor.optimizer.lr"),
     Pair("actor.optim.min_lr", "actor.optimizer.min_lr"),
     Pair("actor.optim.adam_beta1", "actor.optimizer.beta1", 0.9),

@@ -15,12 +15,13 @@ from rltrain.config.loader import HOLE, Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
 from rltrain.import_config.influence import NO_COUNTERPART, WRITTEN, open_holes, refuse_differences
-from rltrain.import_config.sources import FRAMEWORKS, asked_for, flattened, framework_of, parse_value, read, translated
+from rltrain.import_config.sources import FRAMEWORKS, asked_for, framework_of, parse_value, read, translated
 from rltrain.import_config.translation import (
     Leftover,
     RowCounts,
     Setting,
     Translation,
+    flattened,
     keys_of,
     nested,
 )

@@ -136,12 +136,14 @@ def settle(key: str, value: Any, out: Translation, keys: SourceKeys) -> None:
     same = (key in known and equal(value, known[key])) or (key in keys.assumed and equal(value, keys.assumed[key]))
     if same:
         out.leave(key, value, f"the default of {out.framework}")
+    elif key in keys.tree.defaults and equal(value, keys.tree.defaults[key]):
+        out.leave(key, value, f"the default of the tree of {out.framework} beside the script")
     elif (reason := _reason(key, out, rules)) is not None:
         out.leave(key, value, reason)
     elif key in rules.switches and value in OFF:
         out.leave(key, value, "off")
-    elif known and key not in known and value in OFF:
-        out.leave(key, value, f"off, and no key of {out.framework}'s own")
+    elif key not in known and value in EMPTY:
+        out.leave(key, value, f"null, and no key of {out.framework}'s own")
     else:
         sort_out_override(key, value, out, hole_of(key, value, rules))
 

@@ -183,7 +183,6 @@ an engine has one rank: generator.inference_engine.expert_parallel_size
 steps are given: trainer.epochs trainer.max_training_steps
 settings of other environments: environment.skyrl_gym.*
 the program is asynchronous: trainer.fully_async.enabled
-mathematics, as for the default: environment.env_class
 the model's name says that it sees: generator.vision_language_generator
 engines here serve the same model: generator.inference_engine.backend generator.backend
 the run ends by its epochs: trainer.max_training_steps
@@ -255,7 +254,6 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
         "an engine has one rank": lambda out: out.get("rollout.parallel.tp") == 1,
         "settings of other environments": lambda _: not any(key.startswith(own) for key in keys.left()),
         "the program is asynchronous": lambda _: "fully_async" in module,
-        "mathematics, as for the default": lambda out: out.get("reward.function") == "math",
         "the model's name says that it sees": lambda out: is_named_after_seeing(out.get("model.path")),
         "weights are not rounded": lambda out: not any(path.startswith("model.fake_quant") for path in out.settings),
         "no server is named, so the job starts engines": lambda _: keys.get(URLS) in NOTHING,

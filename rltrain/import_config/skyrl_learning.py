@@ -14,6 +14,7 @@ from rltrain.import_config.translation import (
     NOTHING,
     WHITENED,
     WITH_STD,
+    WITHOUT_COMPARISON,
     SourceKeys,
     Translation,
     UntranslatableError,
@@ -24,6 +25,7 @@ from rltrain.import_config.translation import (
     set_clip,
     set_named,
     set_overlong_penalty,
+    set_signed_math,
     set_whitening,
     take_rewards,
     truth,
@@ -423,8 +425,12 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     if buffer not in NOTHING and count(buffer):
         factor = keys.get(ALG + "overlong_buffer_penalty_factor", 1.0)
         set_overlong_penalty(out, buffer, factor, ALG + "overlong_buffer_len")
-    if env in ("gsm8k", "aime") and turns == 1:
+    if env == "gsm8k" and turns == 1:
         out.set("reward.function", "math", f"environment.env_class {env}")
+        out.set("reward.options", {"after": ["####"]}, f"environment.env_class {env}: the number after ####")
+        return
+    if env == "aime" and turns == 1:
+        set_signed_math(out, "environment.env_class", env, WITHOUT_COMPARISON)
         return
     out.place(["env"], out.placed["rollout"], "environment.env_class")
     out.set("env.max_turns", turns, G + "max_turns")

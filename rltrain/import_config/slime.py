@@ -21,6 +21,7 @@ from rltrain.import_config.slime_learning import (
     REWARD,
     is_supervised,
     set_algorithm,
+    set_contexts,
     set_correction,
     set_engine,
     set_evaluation,
@@ -117,7 +118,8 @@ supervised training: rollout-num-gpus rollout-num-gpus-per-engine colocate advan
 no evaluation: n-samples-per-eval-prompt eval-interval eval-input-key eval-label-key eval-max-response-len
     eval-temperature eval-top-p eval-top-k eval-max-prompt-len eval-max-context-len skip-eval-before-train
 always evaluated before the first step: skip-eval-before-train
-the same as in training: eval-max-prompt-len eval-max-context-len
+prompts of evaluations have the same limit: eval-max-prompt-len
+only functions for generation read it: eval-max-context-len
 evaluations report the reward: eval-reward-key
 the built-in reward is one number: reward-key
 rewards and environments receive all columns: metadata-key
@@ -172,6 +174,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_reward(keys, out)
         set_teacher(keys, out, out.placed["actor"])
         set_evaluation(keys, out)
+        set_contexts(keys, out)
         set_engine(keys, out)
     _dropout(keys, out)
     _records(keys, out)
@@ -194,6 +197,10 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
         "one mini-batch for each step": lambda out: out.get("batch.mini_batches") == 1,
         "the weights of prediction layers are not trained": lambda out: "model.mtp.coef" not in out.settings,
         "the same GPUs as the actor": lambda _: colocate,
+        "prompts of evaluations have the same limit": lambda out: (
+            count(keys.get("eval-max-prompt-len", 0)) == out.get("data.max_prompt_tokens")
+        ),
+        "only functions for generation read it": lambda _: "custom-generate-function-path" not in keys,
         "the built-in reward is one number": lambda _: "custom-rm-path" not in keys,
         "given by the file of custom-config-path": lambda _: keys.text("custom-tis-function-path", "").endswith(MIS),
         "the reward only asks the teacher": lambda _: keys.get("custom-rm-path") == REWARD,
@@ -224,11 +231,9 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.notes.append("data.max_prompt_tokens: slime has no limit of prompts. A longer prompt stops the run here")
     response = out.get("rollout.sampling.max_response_tokens")
     most = count(context) if context else response + out.get("data.max_prompt_tokens")
-    if most < response + out.get("data.max_prompt_tokens"):
-        if longest is None and most > response:
-            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
-        else:
-            most = response + out.get("data.max_prompt_tokens")
+    if context and longest is None and most > response:
+        out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
+    most = max(most, response + out.get("data.max_prompt_tokens"))
     out.set("rollout.max_context_tokens", most, "rollout-max-context-len" if context else "prompt and response")
     stop = keys.get("rollout-stop")
     if stop is not None:

@@ -20,6 +20,7 @@ from rltrain.import_config.translation import (
     number,
     ranks,
     real,
+    set_signed_math,
     set_whitening,
     truth,
 )
@@ -375,16 +376,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
 
 def _set_math(kind: str, out: Translation) -> None:
     """Sets the built-in comparison of answers, with the parts of a response where slime looks for one."""
-    if kind == "dapo" and out.get("algorithm") in WITHOUT_COMPARISON:
-        out.differs(
-            "rm-type", kind, f"a wrong answer has -1 there and 0 here, which {out.get('algorithm')} learns from"
-        )
-    elif kind == "dapo":
-        weighted = [{"function": "math", "weight": 2.0}]
-        out.set("reward.functions", weighted, "rm-type dapo: 1 and -1 there, 2 and 0 here, with equal advantages")
-        out.notes.append(
-            'rm-type dapo reads the answer after "Answer:". Here it is the marked answer, or the last number'
-        )
+    if kind == "dapo":
+        set_signed_math(out, "rm-type", kind, WITHOUT_COMPARISON)
     else:
         out.set("reward.function", "math", "rm-type")
         options: dict[str, Any] = {"last_number": False}
@@ -411,7 +404,7 @@ def set_evaluation(keys: SourceKeys, out: Translation) -> None:
     sampling = {
         "temperature": keys.real("eval-temperature", out.get("rollout.sampling.temperature")),
         "top_p": keys.real("eval-top-p", out.get("rollout.sampling.top_p")),
-        "top_k": top_k_of(keys.get("eval-top-k", -1)),
+        "top_k": top_k_of(keys.get("eval-top-k", out.get("rollout.sampling.top_k"))),
         "max_response_tokens": keys.count("eval-max-response-len", out.get("rollout.sampling.max_response_tokens")),
     }
     files = {
@@ -479,6 +472,19 @@ def _set_evaluation_sets(sets: list[dict[str, Any]], origin: str, out: Translati
     )
     if needed > out.get("rollout.max_context_tokens"):
         out.set("rollout.max_context_tokens", needed, "prompt and eval-max-response-len")
+
+
+def set_contexts(keys: SourceKeys, out: Translation) -> None:
+    """Passes the longest contexts of training and evaluation to a function for generation, if they differ here."""
+    own = "rollout-max-context-len"
+    given, evaluated = keys.get(own), keys.get("eval-max-context-len", keys.get(own))
+    if "env.function" not in out.settings or given in NOTHING or evaluated in NOTHING:
+        return
+    most = max(out.get("rollout.max_context_tokens"), count(evaluated))
+    if most != count(given):
+        options = {"rollout_max_context_len": count(given), "eval_max_context_len": count(evaluated)}
+        out.set("env.options", options, f"{own}, eval-max-context-len")
+        out.set("rollout.max_context_tokens", most, "the longest context of training and evaluation")
 
 
 def _name(name: str) -> str:

@@ -12,17 +12,20 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
-from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
+from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl, verl_trees
 from rltrain.import_config.influence import settle
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.translation import (
+    NO_TREE,
     NOTHING,
     PLACEMENT,
     RUNNING,
     RowCounts,
     SourceKeys,
     Translation,
+    Tree,
     UntranslatableError,
+    flattened,
     roles_of,
 )
 
@@ -50,16 +53,6 @@ def parse_value(text: str) -> Any:
     if isinstance(value, dict) and not text.lstrip().startswith("{"):
         return text
     return text if value is None and text.strip() not in ("null", "~", "") else value
-
-
-def flattened(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values under dotted keys. Lists and empty mappings are values."""
-    if not isinstance(data, dict) or not data:
-        return {prefix: data} if prefix else {}
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def read_config(
@@ -246,6 +239,8 @@ class Framework:
     """Beginnings of modules, keys or flags that only this framework has."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
     """Returns keys from all commands of a script, in addition to the arguments of the training."""
+    tree: Callable[[Path, Mapping[str, Any]], Tree] = lambda _folder, _keys: NO_TREE
+    """Returns what a tree of the framework beside a source with these keys has of its own."""
 
     def mark_in(self, words: Sequence[str]) -> str | None:
         """Returns the first word of a command, or key of a file, with a mark of this framework."""
@@ -262,6 +257,7 @@ class ReadSource:
     folder: Path = field(default_factory=Path)
     unset: frozenset[str] = frozenset()
     """Variables of the script without a value."""
+    tree: Tree = NO_TREE
 
 
 def _bare(word: str) -> str:
@@ -342,7 +338,9 @@ FRAMEWORKS = {
         beside=slime_learning.beside_training,
     ),
     "verl": Framework(
-        *("verl", _with_overrides(verl.SECTIONS), _with_program, verl.translate), marks=("verl.", "actor_rollout_ref.")
+        *("verl", _with_overrides(verl.SECTIONS), _with_program, verl.translate),
+        marks=("verl.", "actor_rollout_ref."),
+        tree=verl_trees.tree_beside,
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _with_program, skyrl.translate),
@@ -384,7 +382,8 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     path = Path(given[0])
     if _is_config(path):
         values, missing = read_config(path, environment, given[1:])
-        return ReadSource(values, str(path), [f"not found and left out: {one}" for one in missing], path.parent)
+        notes = [f"not found and left out: {one}" for one in missing]
+        return ReadSource(values, str(path), notes, path.parent, tree=framework.tree(path.parent, values))
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
@@ -398,7 +397,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     keys = _with_config(framework.keys(launches[0][1]), launches[0][1], folder, environment, notes)
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
-    return ReadSource(keys, name, notes, folder, frozenset(script.unset))
+    return ReadSource(keys, name, notes, folder, frozenset(script.unset), framework.tree(folder, keys))
 
 
 def asked_for(unset: Iterable[str]) -> str:
@@ -494,6 +493,7 @@ def _translated_once(
     fixed: Mapping[str, Any],
 ) -> tuple[SourceKeys, Translation]:
     out, keys = Translation(framework.name, fixed=fixed), SourceKeys(given, source.folder)
+    keys.tree = source.tree
     try:
         framework.translate(keys, out, rows)
         widen(out)

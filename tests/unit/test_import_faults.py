@@ -123,9 +123,18 @@ def test_slimes_rewards_look_for_marked_answers() -> None:
     options = {kind: found_of("slime", f"--rm-type {kind}").data["reward"] for kind in ("math", "deepscaler", "dapo")}
     assert options["math"] == {"function": "math", "options": {"last_number": False}}
     assert options["deepscaler"]["options"]["after"] == ["</think>", "###Response"]
-    assert options["dapo"] == {"functions": [{"function": "math", "weight": 2.0}]}
+    signed = {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    assert options["dapo"] == {"functions": [signed]}
     with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
         found_of("slime", "--rm-type dapo --advantage-estimator ppo")
+
+
+def test_skyrls_environments_of_mathematics_look_for_marked_answers() -> None:
+    assert found_of("skyrl", "").data["reward"] == {"function": "math", "options": {"after": ["####"]}}
+    (part,) = found_of("skyrl", "environment.env_class=aime").get("reward.functions")
+    assert part == {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
+        found_of("skyrl", "environment.env_class=aime trainer.algorithm.advantage_estimator=gae")
 
 
 def test_slimes_file_of_evaluation_sets(tmp_path: Path) -> None:
