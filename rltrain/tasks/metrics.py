@@ -153,6 +153,19 @@ GENERATE = (
         "conversations that lost their keys and values between two turns for lack of room, on the same engine",
     ),
     Metric(
+        "rollout/context_tokens",
+        "tokens",
+        "tokens that samples and turns began with, without the last: the three below and kv_reused_tokens; with the "
+        "embedded engine, on the same engine",
+    ),
+    Metric("rollout/context_computed_tokens", "tokens", "those that the engine computed"),
+    Metric("rollout/context_group_tokens", "tokens", "those taken from another sample of the same prompt"),
+    Metric(
+        "rollout/context_prefix_tokens",
+        "tokens",
+        "those taken from other prompts that begin alike, with rollout.kv_cache_gb",
+    ),
+    Metric(
         "images/engine_encoded",
         "images",
         "images encoded by the embedded engine for prompts and observations, with model.vision, on the same engine",
