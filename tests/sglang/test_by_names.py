@@ -1,7 +1,6 @@
 """Families whose weights SGLang's own loader puts in place, by the names of the checkpoint."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,17 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server, kept_modules_of, model_config_of
 from rltrain.runtime.grid import Grid
 from tests.sglang.loading_ranks import Sender
-from tests.sglang.servers import CPU, assert_serves, call, checksums, connected, running
+from tests.sglang.servers import (
+    CPU,
+    NARROW,
+    assert_serves,
+    call,
+    checksums,
+    connected,
+    loaded_by_sglang,
+    running,
+    started,
+)
 from tests.support.checkpoint_files import changed_somewhat, tensors_of
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
@@ -37,10 +46,6 @@ from tests.support.vision_checkpoints import write_checkpoint as write_vision_ch
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
 RANKS = "tests.sglang.loading_ranks"
-WIDTH = 64
-"""A width of MLPs and experts that two ranks of SGLang need not pad on CPUs."""
-WIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-NARROW = dict.fromkeys(WIDE, WIDTH)
 SPARSE = {"mlp_only_layers": []}
 OWN_CODE = """from transformers import Qwen2Config
 
@@ -93,7 +98,7 @@ WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 BLOCKS: dict[str, Any] = {
     **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
-    **dict.fromkeys(WIDE, 256),
+    **dict.fromkeys(NARROW, 256),
     **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
     **{"linear_value_head_dim": 64, "num_hidden_layers": 2},
 }
@@ -118,27 +123,9 @@ def tiny_checkpoint(
     return folder
 
 
-def started(
-    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, num_ranks: int, **spec: Any
-) -> Server:
-    """Returns a server without GPUs. For two ranks SGLang needs a core of each one, and must not find NCCL."""
-    if num_ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/nonexistent")
-    return start_server(checkpoint, tp=num_ranks, **spec)
-
-
 def spec_of(checkpoint: Path, *, sees: bool = False) -> dict[str, Any]:
     architecture = read_architecture(checkpoint, sees=sees)
     return {"model_config": model_config_of(architecture), "kept_modules": kept_modules_of(architecture)}
-
-
-def loaded_by_sglang(server: Server, checkpoint: Path) -> list[dict[str, str]]:
-    """Returns the checksums of every rank after SGLang's own load of the files."""
-    body = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
-    call(server, "/update_weights_from_disk", body)
-    return checksums(server)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in QUICK)])

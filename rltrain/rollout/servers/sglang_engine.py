@@ -500,6 +500,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
+        whole_tower=len(ranks) > 1 and site.architecture.vision is not None and not by_names(site.architecture),
         kept_modules=kept_modules_of(site.architecture),
         model_config=model_config_of(site.architecture),
     )
