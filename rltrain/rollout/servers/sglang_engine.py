@@ -459,7 +459,7 @@ def _check_device(site: EngineSite) -> None:
     if len(site.ranks) > 1:
         raise ConfigError(
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
-            f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
+            f"because SGLang needs a NUMA node per rank on CPUs, or {site.role}.engine: embedded"
         )
     if site.settings.dtype == "fp8":
         raise ConfigError(
