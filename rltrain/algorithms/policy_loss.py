@@ -417,7 +417,7 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
             if teacher.where == "loss":
                 sums["teacher_loss"] = masked_sum(distance, weights.factor)
                 loss = loss + teacher.coef * sums["teacher_loss"]
-        token_means |= {"entropy": entropy, **surrogate.shares, **correction.token_means}
+        token_means |= {"ratio": tokens.ratio, "entropy": entropy, **surrogate.shares, **correction.token_means}
         ones = experience.response_mask.float()
         return LossOutput(
             loss=loss,

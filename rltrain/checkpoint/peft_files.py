@@ -1,7 +1,7 @@
 """Low-rank adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str
 
     Raises CheckpointError if a file is missing or damaged, or if its settings or adapters differ from `settings`.
     """
-    names, heads = _adapted(layout.tensors, settings), _heads(layout.tensors)
+    names, heads = trained_adapters(layout.tensors, settings), _heads(layout.tensors)
     _check_config(path, {target_of(name) for name in names}, heads, settings)
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
@@ -74,7 +74,7 @@ def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str
         raise CheckpointError(f"{path / WEIGHTS_FILE} is damaged or cut short: {problem} ({CONFIG_KEY})") from None
 
 
-def _adapted(tensors: CanonicalTensors, settings: Lora) -> set[str]:
+def trained_adapters(tensors: CanonicalTensors, settings: Lora) -> set[str]:
     """Returns the names of the trained adapters."""
     adapters = {name for name in tensors.names if name.endswith((A, B))}
     return {name for name in adapters if settings.targets is None or target_of(name) in settings.targets}
@@ -157,17 +157,31 @@ def save_adapters(
     execute(sync, source_tensors, whole, group=group, cpu_group=cpu_group, bucket_bytes=BUCKET_BYTES)
     if whole is not None:
         heads = _heads(target.tensors)
-        names = sorted(_adapted(target.tensors, settings) | heads)
+        names = sorted(trained_adapters(target.tensors, settings) | heads)
         _write(directory, {_stored_name(name): whole[name].cpu() for name in names}, heads, settings, base)
     if group is not None:
         dist.barrier(group)
 
 
-def _saved_whole(heads: set[str]) -> list[str]:
+def _saved_whole(heads: Collection[str]) -> list[str]:
     return sorted(name.removesuffix(WEIGHT) for name in heads)
 
 
 def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], settings: Lora, base: str) -> None:
+    partial = partial_of(directory)
+    try:
+        make_empty(partial)
+        write_files(partial, tensors, settings, base, heads)
+        replace_adapters(directory, partial)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{directory} cannot be written: {problem} (config key output_dir)") from None
+
+
+def write_files(
+    folder: Path, tensors: Mapping[str, Tensor], settings: Lora, base: str, heads: Collection[str] = ()
+) -> None:
+    """Writes `tensors`, by their names in PEFT's files, into `folder` for the checkpoint `base`. `heads` are the
+    layers' names of heads among them. Raises OSError or SafetensorError."""
     adapters = [name for name in tensors if name.endswith((A, B))]
     targets = sorted({module_of(name) for name in adapters})
     sees = any(name.startswith(PEFT_PREFIX + NESTED_PREFIX) for name in adapters)
@@ -187,14 +201,8 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], sett
         **({"exclude_modules": TOWER_MODULES} if lacks_tower else {}),
         **({SAVED_WHOLE: _saved_whole(heads)} if heads else {}),
     }
-    partial = partial_of(directory)
-    try:
-        make_empty(partial)
-        save_file(dict(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt", "written_by": "rltrain"})
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        replace_adapters(directory, partial)
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{directory} cannot be written: {problem} (config key output_dir)") from None
+    save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt", "written_by": "rltrain"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def replace_adapters(directory: Path, saved: Path) -> None:

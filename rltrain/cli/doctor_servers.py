@@ -64,9 +64,9 @@ class Answer:
 class _NeverGiven(CheckpointWeights):
     """Weights of a way that no server is given. They stand for those of a job in questions."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, lora_rank: int) -> None:
         super().__init__(LIMIT_S)
-        self.way = way
+        self.way, self.lora_rank = way, lora_rank
 
     def refusal(self, protocol: ServerProtocol) -> str | None:
         if self.way != GroupWeights.way or protocol.broadcasts is None:
@@ -113,7 +113,7 @@ class _Questions:
         server = FleetServer(
             url,
             self.access,
-            _NeverGiven(way),
+            _NeverGiven(way, lora.rank if (lora := self.config.model.lora) else 0),
             needs_weights=weights_change,
             needs_images=has_images,
             trained_sampling=self.config.served(self.role).sampling if weights_change else None,

@@ -86,6 +86,18 @@ VERL_SFT = (
     Pair("optim.clip_grad", "actor.optimizer.clip_grad", 1.0),
     Pair("optim.min_lr", "actor.optimizer.min_lr"),
 )
+VERL_SFT_OLDER = (
+    Pair("data.train_files", "data.train.path", "~/data/gsm8k/train.parquet"),
+    Pair("data.train_batch_size", "batch.prompts_per_step", 256),
+    Pair("model.partial_pretrain", "model.path", "~/models/gemma-1.1-7b-it"),
+    Pair("trainer.seed", "seed", 1),
+    Pair("trainer.default_local_dir", "checkpoint.dir"),
+    Pair("trainer.project_name", "logging.wandb.project", "gsm8k-sft"),
+    Pair("trainer.experiment_name", "logging.wandb.name", "test"),
+    Pair("optim.lr", "actor.optimizer.lr", 1e-5),
+    Pair("optim.weight_decay", "actor.optimizer.weight_decay", 0.01),
+    Pair("optim.clip_grad", "actor.optimizer.clip_grad", 1.0),
+)
 VERL_MEGATRON = (
     Pair(ACTOR + "megatron.tensor_model_parallel_size", "actor.parallel.tp", 1),
     Pair(ACTOR + "megatron.pipeline_model_parallel_size", "actor.parallel.pp", 1),
@@ -198,6 +210,8 @@ RLINF = (
     Pair("actor.model.context_parallel_size", "actor.parallel.cp", 1),
     Pair("actor.model.expert_model_parallel_size", "actor.parallel.ep", 1),
     Pair("actor.model.expert_tensor_parallel_size", "actor.parallel.etp"),
+    Pair("actor.model.moe_aux_loss_coeff", "model.moe.aux_loss_coef"),
+    Pair("actor.model.moe_router_bias_update_rate", "model.moe.bias_update_rate"),
     Pair("actor.optim.lr", "actor.optimizer.lr"),
     Pair("actor.optim.min_lr", "actor.optimizer.min_lr"),
     Pair("actor.optim.adam_beta1", "actor.optimizer.beta1", 0.9),

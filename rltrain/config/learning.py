@@ -39,11 +39,15 @@ class Batch(Section):
 
 
 class OnDivergence(Section):
-    """An optimizer step with a loss or gradient norm that is not finite is skipped and counted."""
+    """An optimizer step with a loss or gradient norm that is not finite is skipped and counted. So is one too far from
+    the policy of the samples."""
 
     max_skipped: NonNegativeInt = 3
     """Skipped optimizer steps in a row, of actor or critic, before one more ends the run. `0`: the first one ends it.
     The count starts from 0 after resuming."""
+    max_ratio: Annotated[float, Field(gt=1)] | None = None
+    """Largest mean ratio of present to old probability over the response tokens of a mini-batch. The actor's step on a
+    mini-batch above it is skipped, without counting for max_skipped. null: no limit."""
 
 
 class AdaptiveKl(Section):

@@ -222,6 +222,31 @@ REMOVED = {
 """Keys of earlier versions without a successor, each with its substitute."""
 
 
+# Values that an import left open.
+
+HOLE = "???"
+"""Value of a key that `import-config --allow-holes` left open. Hydra marks missing values alike."""
+OPEN = ("env.function", "reward.function", "data.train.path")
+"""Keys that an import may leave open."""
+
+
+def _refuse_holes(source: Source) -> None:
+    """Raises ConfigError with all keys that are still open."""
+    problems = []
+    for key in OPEN:
+        value: Any = source.data
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value == HOLE:
+            origin = source.origin(tuple(key.split(".")))
+            problems.append(
+                f"{origin}: {key}: got {HOLE}, a hole that import-config left open; expected what the file's first "
+                "comments describe (docs/importing.md)"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 # Validation against the schema, and messages about mistakes.
 
 MAX_VALUE_CHARS = 80
@@ -243,6 +268,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def validated(source: Source) -> Config:
     """Returns the config of `source`. Raises ConfigError in the same way as `load_config`."""
+    _refuse_holes(source)
     try:
         return Config.model_validate(source.data)
     except ValidationError as error:

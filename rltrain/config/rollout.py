@@ -133,7 +133,7 @@ class Http(Section):
     weights_dir: str | None = None
     """Folder for weights: folder, with the same path on the servers. `null`: <output_dir>/http_weights. It holds the
     present version, and during a sync the next version too. With weight_sync.delta it holds the last full version and
-    all changes since."""
+    all changes since. With weight_sync.adapters apart it holds the base and the present adapters."""
     token_env: str | None = None
     """Environment variable with the servers' access token, sent as Authorization: Bearer."""
     token_file: str | None = None

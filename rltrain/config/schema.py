@@ -226,7 +226,8 @@ class WeightSync(Section):
     """Sends only changed weights. `null`: every sync sends everything."""
     adapters: Literal["merged", "apart"] = "merged"
     """With model.lora. `merged`: engines receive weights with merged adapters. `apart`: the rollout's engines keep base
-    and adapters separately. Only the first sync sends the base. Every sync sends the adapters."""
+    and adapters separately. Only the first sync sends the base. Every sync sends the adapters. Servers at URLs must be
+    of SGLang or vLLM then, and started with adapters enabled."""
 
 
 class Schedule(Section):

@@ -11,18 +11,19 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rltrain.config.loader import Source
+from rltrain.config.loader import HOLE, Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.import_config.sources import FRAMEWORKS, flattened, framework_of, read, translated
+from rltrain.import_config.influence import NO_COUNTERPART, WRITTEN, open_holes, refuse_differences
+from rltrain.import_config.sources import FRAMEWORKS, asked_for, framework_of, parse_value, read, translated
 from rltrain.import_config.translation import (
     Leftover,
     RowCounts,
     Setting,
     Translation,
+    flattened,
     keys_of,
     nested,
-    refuse_differences,
 )
 from rltrain.models.of_roles import role_architectures
 from rltrain.planning.hardware import Gpu, gpu_named
@@ -47,12 +48,27 @@ def written(out: Translation, source: str) -> str:
         f"# world size: {out.world_size}",
         f"# Imported from {out.framework}: {source}",
         *(f"# {note}" for note in out.notes),
+        *(f"# {line}" for line in holes(out)),
     ]
     for name in sorted(sections, key=lambda key: ORDER.get(key, len(ORDER))):
         lines += _lines(name, sections[name], 0)
     lines += _listed("Not translated, without influence on results:", out.leftovers)
     lines += _listed("NOT TRANSLATED, BUT CHANGES RESULTS:", out.differences)
     return "\n".join(lines) + "\n"
+
+
+def holes(out: Translation) -> list[str]:
+    """Returns lines about the parts that are left open, with the source's settings of each. Empty without any."""
+    lines = []
+    for path, settings in out.holes.items():
+        is_open = out.get(path) == HOLE
+        lines.append(
+            f"HOLE: {path}: write {WRITTEN[path]}. The run is refused until then" if is_open else f"{path} is your own"
+        )
+        for one in settings:
+            reason = "" if one.reason == NO_COUNTERPART else f"   ({one.reason})"
+            lines.append(f"  not carried over: {one.key}: {scalar(_short(one.value))}{reason}")
+    return lines
 
 
 def _lines(name: str, value: Any, depth: int) -> list[str]:
@@ -222,15 +238,18 @@ def run(arguments: argparse.Namespace) -> int:
         rows=RowCounts(arguments.rows, arguments.steps),
         settings=arguments.set,
         allow_differences=arguments.allow_differences,
+        allow_holes=arguments.allow_holes,
         gpu=arguments.gpu,
         variables=arguments.env,
         version=arguments.source_version,
+        keys=arguments.key,
     )
     text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
     if arguments.output is None:
         print(text, end="")
     else:
         arguments.output.write_text(text, encoding="utf-8")
+        print(*holes(found), sep="\n", end="\n" if found.holes else "")
     return 0
 
 
@@ -241,25 +260,36 @@ def imported(
     rows: RowCounts = UNKNOWN_ROWS,
     settings: Sequence[str] = (),
     allow_differences: bool = False,
+    allow_holes: bool = False,
     gpu: str | None = None,
     variables: Sequence[str] = (),
     version: str | None = None,
+    keys: Sequence[str] = (),
 ) -> Translation:
     """Imports a config or a command of `framework`, with memory settings for `gpu` (see `fit_memory`).
 
-    `variables` are values NAME=VALUE of the script's variables. `version` is the framework's version.
+    `variables` are values NAME=VALUE of the script's variables. `version` is the framework's version. `keys` are values
+    KEY=VALUE of keys of the source.
 
     Raises ConfigError if the source cannot be read or the result is not a valid config. Keys without counterpart that
-    change results raise it too, unless `allow_differences` is set.
+    change results raise it too, unless `allow_differences` is set. With `allow_holes` an environment or a reward that
+    only the source has stays open, with its keys in `Translation.holes`.
     """
     named = FRAMEWORKS[framework]
     found = read(named, source, _environment(variables))
     if version is not None:
         found.keys[VERSION] = version
+    for text in keys:
+        name, separator, told = text.partition("=")
+        if not name or not separator:
+            raise ConfigError(f"--key {text}: expected KEY=VALUE with a key of {named.name}")
+        found.keys[name.lstrip("-")] = parse_value(told)
     fixed = Source({}, "--set")
     for text in settings:
         fixed.override(text)
     out = translated(named, found, rows, flattened(fixed.data))
+    if allow_holes:
+        open_holes(out)
     for text in settings:
         own = Source(out.data, "the import")
         own.override(text)
@@ -274,7 +304,8 @@ def imported(
         check_config(Config.model_validate(out.data))
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"the result is not a valid config:\n{problems}\nCorrect it with --set KEY=VALUE") from None
+        hint = f"Correct it with --set KEY=VALUE{asked_for(found.unset)}"
+        raise ConfigError(f"the result is not a valid config:\n{problems}\n{hint}") from None
     fit_memory(out, gpu)
     return out
 
@@ -338,9 +369,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script to set"
     )
+    parser.add_argument(
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the source, such as one whose value only running it tells",
+    )
     parser.add_argument("--source-version", metavar="X.Y", help="the version of verl (default: by keys and files)")
     parser.add_argument(
         "--allow-differences", action="store_true", help="import even if keys without counterpart change results"
+    )
+    parser.add_argument(
+        "--allow-holes",
+        action="store_true",
+        help="leave an environment or a reward open that only the source has; the config is refused until then",
     )
     parser.add_argument(
         "--gpu",

@@ -1,6 +1,7 @@
 """Decides the fate of every key of a source: translated, without influence for a checked reason, or refused.
 
-A key is translated if the import differs without it. All other keys are sorted out by `settle`.
+A key is translated if the import differs without it. All other keys are sorted out by `settle`. Some of the refused
+ones are settings of an environment or a reward that only the source has. `open_holes` leaves such a part open instead.
 """
 
 import json
@@ -13,8 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.loader import HOLE
+from rltrain.errors import ConfigError
 from rltrain.import_config.translation import (
     NOTHING,
+    Leftover,
     SourceKeys,
     Translation,
     UntranslatableError,
@@ -27,6 +31,7 @@ from rltrain.import_config.translation import (
 DEFAULTS = Path(__file__).with_name("source_defaults.json")
 """The other trainers' own keys and defaults. "${...}" is a default that follows other keys or the user's home."""
 EMPTY: tuple[Any, ...] = (*NOTHING, [], {})
+NO_COUNTERPART = "it has no counterpart here"
 OFF = (*EMPTY, False, "False", "false")
 
 Condition = Callable[[Translation], bool]
@@ -93,6 +98,10 @@ class KeyRules:
     """Further conditions of this run."""
     switches: tuple[str, ...] = ()
     """Keys without influence while they are off, of a trainer without a list of defaults."""
+    learning: tuple[str, ...] | None = None
+    """Beginnings of keys that are never settings of a hole. None: no key without a rule is one."""
+    attached: tuple[str, ...] = ()
+    """Beginnings of the sections of prompts and generation. Empty for a trainer whose keys have no sections."""
 
 
 def by_pattern(told: str) -> dict[str, tuple[str, ...]]:
@@ -127,14 +136,16 @@ def settle(key: str, value: Any, out: Translation, keys: SourceKeys) -> None:
     same = (key in known and equal(value, known[key])) or (key in keys.assumed and equal(value, keys.assumed[key]))
     if same:
         out.leave(key, value, f"the default of {out.framework}")
+    elif key in keys.tree.defaults and equal(value, keys.tree.defaults[key]):
+        out.leave(key, value, f"the default of the tree of {out.framework} beside the script")
     elif (reason := _reason(key, out, rules)) is not None:
         out.leave(key, value, reason)
     elif key in rules.switches and value in OFF:
         out.leave(key, value, "off")
-    elif known and key not in known and value in OFF:
-        out.leave(key, value, f"off, and no key of {out.framework}'s own")
+    elif key not in known and value in EMPTY:
+        out.leave(key, value, f"null, and no key of {out.framework}'s own")
     else:
-        sort_out_override(key, value, out)
+        sort_out_override(key, value, out, hole_of(key, value, rules))
 
 
 def _reason(key: str, out: Translation, rules: KeyRules) -> str | None:
@@ -161,12 +172,12 @@ def equal(first: Any, second: Any) -> bool:
     return str(first) == str(second)
 
 
-def sort_out_override(key: str, value: Any, out: Translation) -> None:
+def sort_out_override(key: str, value: Any, out: Translation, hole: str | None = None) -> None:
     """Sorts out an unread key. An override of config.json is harmless if config.json already has the value. Any other
     key is a difference."""
     overridden = overridden_key(key)
     if overridden is None:
-        out.differs(key, value, "it has no counterpart here")
+        out.differs(key, value, NO_COUNTERPART, hole)
     elif says(out.get("model.path"), overridden, value):
         out.leave(key, value, "config.json of model.path has the same value")
     elif only_positions(out.get("model.path"), overridden):
@@ -175,3 +186,128 @@ def sort_out_override(key: str, value: Any, out: Translation) -> None:
         out.differs(
             key, value, f"set {'.'.join(overridden)} in config.json of model.path instead; every part of a run reads it"
         )
+
+
+# Holes: parts that only the source has. They stay open in the config, which is refused until they are written.
+
+ENVIRONMENT, REWARD, ROWS = "env.function", "reward.function", "data.train.path"
+PROGRAM = "the program's part"
+"""The hole of an unknown program: its environment if it has settings of one, else its reward."""
+ATTACHED = "a setting of an open environment"
+"""The hole of a key that belongs to the environment if that is open, and is refused otherwise."""
+WRITTEN: dict[str, str] = {
+    ENVIRONMENT: 'the environment of the source, as "file.py:name" (docs/environments.md); it also gives the reward',
+    REWARD: 'the reward of the source, as "file.py:function" (docs/rewards.md)',
+    ROWS: "the source makes its prompts itself; a file with one row per prompt",
+}
+"""What is expected in place of each hole."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+OF_ENVIRONMENTS = _words(
+    "agent agents agentic tool tools env envs environment environments turn turns multiturn retriever retrieval search "
+    "interaction interactions observation observations obs sandbox browser simulator mcp gym workflow terminal endpoint"
+)
+OF_REWARDS = _words("reward rewards rm prm verifier judge grader score scores")
+"""Words in the names of keys that are settings of an environment, or of a reward."""
+OF_PROMPTS = _words("prompt prompts template preprocessor dataset")
+"""Words of flags that belong to an open environment, in a trainer without sections."""
+LEARNT = _words(
+    "normalization normalize advantage advantages baseline estimator loss kl grad gradient optimizer entropy clip "
+    "gamma lora mask masking weight weights coef coeff filter postprocess post partitions padding whiten ratio"
+)
+"""Words of keys that change what is learned, whatever else they name."""
+OF_SIZES = _words(
+    "n num size sizes batch length len tokens temperature top seed shuffle rate sample samples repeat max min k p "
+    "epochs steps"
+)
+"""Words of keys that change what is sampled."""
+
+
+def hole_of(key: str, value: Any, rules: KeyRules) -> str | None:
+    """Returns the hole of a key without counterpart, by the words of its name. None if it belongs to none."""
+    words = {*re.split(r"[._-]+", key.lower())}
+    if rules.learning is None or words & LEARNT or (rules.learning and key.startswith(rules.learning)):
+        return None
+    own = key not in defaults_of(rules.source)
+    if not rules.attached and not own:
+        return None
+    if words & OF_ENVIRONMENTS:
+        return ENVIRONMENT
+    if words & OF_REWARDS:
+        return REWARD
+    is_attached = key.startswith(rules.attached) if rules.attached else words & OF_PROMPTS
+    return ATTACHED if is_attached and own and isinstance(value, bool | str) and not words & OF_SIZES else None
+
+
+TO_COMPLETE = "give its module and class"
+"""Words in the origin of a name that the source does not have."""
+
+
+def open_holes(out: Translation) -> None:
+    """Moves the differences that are settings of an environment or a reward to `out.holes`. That part stays open."""
+    asked = {one.hole for one in out.differences} - {None, ATTACHED}
+    if not asked or out.get("algorithm") == "sft":
+        return
+    if ENVIRONMENT not in asked and "reward_model" in out.placed:
+        return
+    path = ENVIRONMENT if ENVIRONMENT in asked else REWARD
+    kinds = asked | ({ATTACHED} if path == ENVIRONMENT else set())
+    settings = [one for one in out.differences if one.hole in kinds]
+    out.differences = [one for one in out.differences if one.hole not in kinds]
+    given = [f"{REWARD}s", "reward.options", "reward.score_key"]
+    if path == ENVIRONMENT:
+        settings += _replaced(out, ENVIRONMENT)
+        given += [REWARD] if asked & {REWARD, PROGRAM} or not _is_named(out, REWARD) else []
+    else:
+        given.append(REWARD)
+    if REWARD in given:
+        settings += [one for name in given for one in _replaced(out, name)]
+    out.holes[path] = settings
+    out.set(path, HOLE, "--allow-holes")
+    if path == ENVIRONMENT:
+        _place_environment(out)
+
+
+def _is_named(out: Translation, path: str) -> bool:
+    """Returns whether the source names a function of its own there. A name that the user has to complete is none."""
+    origin = out.settings[path].origin if path in out.settings else ""
+    return any(sign in str(out.get(path)) for sign in (":", "/")) and TO_COMPLETE not in origin
+
+
+def _replaced(out: Translation, path: str) -> list[Leftover]:
+    """Removes a config key. Returns its value for the list of a hole, if the source names it."""
+    is_named = path not in (REWARD, ENVIRONMENT) or _is_named(out, path)
+    setting = out.settings.pop(path, None)
+    return [Leftover(path, setting.value, f"named by {setting.origin}")] if setting is not None and is_named else []
+
+
+def _place_environment(out: Translation) -> None:
+    """Places the open environment on the ranks of the reward, which it gives unless the source names a function."""
+    if REWARD not in out.settings:
+        out.set(REWARD, "environment", "--allow-holes: the environment gives the reward")
+    if "env" not in out.placed:
+        out.place(["env"], out.placed["reward"], "--allow-holes")
+    if "env.max_turns" not in out.settings:
+        out.notes.append(f"env.max_turns is {out.get('env.max_turns')}: set the source's limit of turns")
+    if out.get(ROWS) in NOTHING:
+        out.holes[ROWS] = []
+        out.set(ROWS, HOLE, "--allow-holes")
+
+
+def refuse_differences(out: Translation) -> None:
+    """Raises ConfigError with all keys that would silently change results."""
+    if not out.differences:
+        return
+    found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
+    held = [one for one in out.differences if one.hole is not None]
+    opened = "an environment or a reward of the source's own"
+    is_held = any(one.hole != ATTACHED for one in held)
+    hint = f". {len(held)} of them belong to {opened}: with --allow-holes it stays open" if is_held else ""
+    raise ConfigError(
+        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
+        f"Remove them from the source, or import the rest with --allow-differences{hint}"
+    )

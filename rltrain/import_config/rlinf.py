@@ -1,5 +1,6 @@
 """Rules for RLinf's configs for language models. These configs are complete, so defaults seldom matter."""
 
+from math import prod
 from typing import Any
 
 from rltrain.config.foreign import RLINF
@@ -8,6 +9,7 @@ from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_
 from rltrain.import_config.translation import (
     ALGORITHMS,
     NOTHING,
+    WITHOUT_COMPARISON,
     RowCounts,
     SourceKeys,
     Translation,
@@ -41,53 +43,131 @@ ROLES = {
 }
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mixed": "bfloat16", "16": "float16"}
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
+TASKS = ("reasoning", "coding_online_rl", "math")
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 NEVER = 1e6
 """A bound that no mean ratio reaches."""
 HARMLESS = by_pattern("""
-logs and checkpoint files only: runner.*
+logs only: runner.logger.* runner.log_interval *.calculate_flops *.megatron.use_profiler *.megatron.profiler.*
+    profiler.*
+    rollout.{print_outputs,disable_log_stats} rollout.sglang.decode_log_interval rollout.vllm.torch_profiler_dir
+    reward.random_print_percent
+names of processes: *.group_name
+checkpoint files only: *.megatron.{ckpt_format,use_dist_ckpt,use_hf_ckpt,mbridge,ckpt_convertor.*}
+    *.model.megatron_checkpoint inference.load_from_actor
+steps are given: runner.max_epochs
+the run ends by its epochs: runner.max_steps
+resuming names no path: runner.resume_dir
 ranks are started by torchrun: cluster.*
-reading of rows only: data.*
-speed or memory of the engine only: rollout.*
-speed or memory only: actor.megatron.* actor.optim.*
-settings of FSDP: actor.fsdp_config.*
-the schedule covers the whole run: actor.lr_sched.*
-the checkpoint has the tokenizer: actor.tokenizer.*
-shape of the model (read from config.json), or speed: actor.model.*
-speed or memory only: actor.* inference.* algorithm.logprob_forward_micro_batch_size
-    algorithm.training_batch_size_per_gpu algorithm.rollout_batch_size_per_gpu
-    algorithm.val_rollout_batch_size_per_gpu megatron.*
-processes of the reward: reward.*
+the names of columns are read: data.{type,dataset_name}
+speed or memory only: data.{num_workers,val_rollout_batch_size}
+all rows are evaluated: data.validation_shuffle
+no evaluation: runner.val_check_interval
+engines have the actor's type: rollout.model.precision
+engines always return them: rollout.return_logprobs
+weights arrive by the weight sync: rollout.{validate_weight,validate_save_dir,validate_weight_first_sync}
+    rollout.weight_reload
+costs for a search of placements: profile_data.*
+an engine has no stages: rollout.pipeline_parallel_size
+speed or memory of the engine only: rollout.{distributed_executor_backend,detokenize,cuda_graph_max_bs,rollout_backend}
+    rollout.{enforce_eager,gpu_memory_utilization,sglang_decode_log_interval,use_torch_compile,torch_compile_max_bs}
+    rollout.sglang.enable_ep_moe rollout.sglang.{use_torch_compile,torch_compile_max_bs}
+    rollout.sglang.attention_backend rollout.vllm.{attention_backend,enable_chunked_prefill,enable_prefix_caching}
+    rollout.vllm.{enable_flash_infer_sampler,max_num_batched_tokens}
+no sampling setting but the default: algorithm.sampling_params.{repetition_penalty,min_new_tokens}
+read from config.json: rollout.model.model_type *.model.{model_type,activation,add_bias_linear,add_qkv_bias}
+    *.model.{normalization,position_embedding_type,multi_latent_attention,qk_layernorm,init_method_std,moe_router_topk}
+    *.model.moe_router_pre_softmax inference.model_type
+its loss has the coefficient moe_aux_loss_coeff: *.model.moe_router_load_balancing_type
+speed or memory only: *.model.{apply_rope_fusion,attention_softmax_in_fp32,batch_p2p_comm,bias_activation_fusion}
+    *.model.{bias_dropout_fusion,encoder_seq_length,seq_length,gradient_accumulation_fusion,moe_grouped_gemm}
+    *.model.{moe_permute_fusion,moe_token_dispatcher_type,persist_layer_norm,recompute_granularity,recompute_method}
+    *.model.{recompute_num_layers,sequence_parallel,use_cpu_initialization,variable_seq_lengths}
+    *.optim.{overlap_grad_reduce,overlap_param_gather,overlap_param_gather_with_optimizer_step,optimizer_enable_pin}
+    *.optim.{use_precision_aware_optimizer,use_distributed_optimizer}
+    *.megatron.{ddp_bucket_size,distributed_backend,distributed_timeout_minutes,tp_comm_bootstrap_backend}
+    *.megatron.{tp_comm_overlap_cfg,accumulate_allreduce_grads_in_fp32}
+    actor.{enable_dp_load_balance,enable_offload,offload_grad,offload_optimizer,offload_weight,micro_batch_size}
+    actor.{eval_batch_size,mcore_gpt,spec_name} rollout.enable_offload
+    algorithm.{logprob_forward_micro_batch_size,training_batch_size_per_gpu,rollout_batch_size_per_gpu}
+    algorithm.val_rollout_batch_size_per_gpu runner.{enable_dynamic_batch_size,max_tokens_per_mbs}
+follows from the type of the model: *.optim.{bf16,fp16}
+a scale of losses changes no number: *.optim.{loss_scale,initial_loss_scale,loss_scale_window}
+mini-batches are given by n_minibatches: actor.global_batch_size
+nothing is drawn in training: actor.seed critic.seed
+no adapters: *.model.{lora_rank,lora_alpha}
+every role has the actor's weights: inference.model.{model_path,precision}
+rounding of sums only: actor.fsdp_config.mixed_precision.{reduce_dtype,buffer_dtype}
+the type of the model: actor.fsdp_config.{mixed_precision.param_dtype,amp_autocast.enabled,amp_autocast.precision}
+a scale of losses changes no number: actor.fsdp_config.grad_scaler.enabled
+only other rewards read it: reward.reward_weights.*
+settings of your reward function: reward.{reward_scale,reward_weights.*,use_prompt,reward_min_val,reward_max_val}
+Megatron trains: actor.fsdp_config.*
+speed or memory only: actor.fsdp_config.{backward_prefetch,forward_prefetch,cpu_offload,offload_pin_memory,fsdp_size}
+    actor.fsdp_config.{enable_gradient_accumulation,limit_all_gathers,reshard_after_forward,sharding_strategy,strategy}
+    actor.fsdp_config.{use_liger_kernel,use_orig_params,gradient_checkpointing,gradient_checkpointing_use_reentrant}
+the learning rate is constant: *.lr_sched.{lr_decay_iters,min_lr} actor.optim.min_lr
+RLinf reads optim.lr: *.lr_sched.max_lr
+given by lr_warmup_fraction: *.lr_sched.lr_warmup_iters
+warm-up begins at 0: *.lr_sched.lr_warmup_init
+FSDP trains: actor.lr_sched.* actor.megatron.*
+the checkpoint has the tokenizer: actor.tokenizer.* reward.tokenizer.* critic.tokenizer.* inference.tokenizer.*
+speed or memory only: inference.model.{tensor_model_parallel_size,pipeline_model_parallel_size,sequence_parallel}
+FSDP trains: inference.fsdp_config.*
 no entropy term: algorithm.entropy_bonus algorithm.calculate_entropy
 no penalty: algorithm.kl_penalty_type algorithm.kl_penalty
 no correction of weights: algorithm.importance_sampling_clip
-no critic: algorithm.gae_lambda algorithm.value_clip algorithm.huber_delta
+no critic: algorithm.gae_lambda algorithm.value_clip algorithm.huber_delta critic.*
 no discounts: algorithm.gamma
 given by clip_ratio_low and clip_ratio_high: algorithm.ratio_clip_eps
-steps are given: runner.max_epochs
-no critic: critic.*
-other sampling settings: algorithm.sampling_params.*
 every mini-batch has samples of as many prompts as possible: algorithm.shuffle_rollout
 settings of Hydra: hydra.* --*
-logs only: profiler.*
 """)
 
 
 SWITCHES = (
     *("algorithm.use_valid_token_scale", "algorithm.normalize_advantages", "algorithm.importance_sampling_fix"),
-    *("algorithm.calculate_entropy_loss", "algorithm.recompute_logprobs", "algorithm.max_num_gen_batches"),
+    *(
+        "actor.model.is_lora",
+        "inference.model.is_lora",
+        "algorithm.calculate_entropy_loss",
+        "algorithm.recompute_logprobs",
+        "algorithm.max_num_gen_batches",
+    ),
 )
 
 
 def conditions(keys: SourceKeys) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     ends = [keys.get(f"algorithm.clip_ratio_{end}") for end in ("low", "high")]
-    return {"given by clip_ratio_low and clip_ratio_high": lambda _: not any(end in NOTHING for end in ends)}
+    sampling = [keys.get(f"algorithm.sampling_params.{name}", 1) for name in ("repetition_penalty", "min_new_tokens")]
+    fraction = keys.get("actor.lr_sched.lr_warmup_fraction")
+    kind, reward = keys.get("rollout.model.precision"), keys.get("reward.reward_type", "math")
+    megatron, resumed = keys.get("actor.training_backend", "megatron") == "megatron", keys.get("runner.resume_dir")
+    stages, start = keys.get("rollout.pipeline_parallel_size", 1), keys.get("actor.lr_sched.lr_warmup_init", 0)
+    return {
+        "given by clip_ratio_low and clip_ratio_high": lambda _: not any(end in NOTHING for end in ends),
+        "no sampling setting but the default": lambda _: all(real(one) in (0, 1) for one in sampling),
+        "engines have the actor's type": lambda out: PRECISIONS.get(str(kind)) == out.get("model.dtype"),
+        "only other rewards read it": lambda _: reward == "math",
+        "settings of your reward function": lambda _: reward != "math",
+        "Megatron trains": lambda _: megatron,
+        "FSDP trains": lambda _: not megatron,
+        "resuming names no path": lambda _: resumed in (*NOTHING, "auto"),
+        "an engine has no stages": lambda _: count(stages) == 1,
+        "given by lr_warmup_fraction": lambda _: fraction not in NOTHING,
+        "warm-up begins at 0": lambda _: real(start or 0) == 0,
+        "the learning rate is constant": lambda out: out.get("actor.optimizer.decay") == "constant",
+    }
 
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     """Translates a config of RLinf into `out`."""
     refuse_action_heads(keys, "actor.model.model_type", "rollout.model.model_type")
+    task = keys.get("runner.task_type", TASKS[0])
+    if task not in TASKS:
+        raise UntranslatableError(f"expected the task {' or '.join(TASKS)}, which learn from rewards by text")
+    keys.get("algorithm.max_num_gen_batches", 1)
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
@@ -106,7 +186,11 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     steps = keys.get("runner.max_steps")
     named = ("runner.max_steps", "runner.max_epochs")
     set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
+    own = keys.get("actor.model.model_path")
+    if own not in NOTHING and own == out.get("model.path"):
+        out.leave("actor.model.model_path", own, "model.path has the same value")
     _guard(keys, out)
+    _scale(keys, out)
     set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
@@ -114,7 +198,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
-    """Handles RLinf's guard for Megatron. It skips micro-batches with a large mean ratio."""
+    """Sets RLinf's guard for Megatron. It leaves micro-batches with a large mean ratio out of the loss."""
     key = "algorithm.early_stop_imp_ratio"
     bound = keys.get(key)
     if bound in NOTHING:
@@ -122,7 +206,30 @@ def _guard(keys: SourceKeys, out: Translation) -> None:
     if keys.get("actor.training_backend", "megatron") != "megatron" or real(bound) >= NEVER:
         out.leave(key, bound, "only for Megatron, and for bounds within reach of a mean ratio")
     else:
-        out.differs(key, bound, "RLinf skips micro-batches with a larger mean ratio")
+        out.set("on_divergence.max_ratio", real(bound), key)
+        out.notes.append(f"{key}: RLinf leaves out one micro-batch of all replicas. Here it is the whole mini-batch")
+
+
+def _scale(keys: SourceKeys, out: Translation) -> None:
+    """Handles RLinf's scale of a mean over tokens, for Megatron.
+
+    If engines have ranks of their own, it divides sums by the longest response times the samples of one replica. Else
+    it divides them by the tokens of the whole step.
+    """
+    key, parallel = "algorithm.use_valid_token_scale", ("tp", "pp", "cp")
+    scaled, placed = keys.truth(key, False), out.placed
+    if not scaled or keys.get("algorithm.loss_agg_func", "token-mean") != "token-mean":
+        return
+    longest = keys.count("runner.seq_length", 2048) - out.get("data.max_prompt_tokens")
+    if keys.get("actor.training_backend", "megatron") != "megatron":
+        out.leave(key, scaled, "only for Megatron")
+    elif placed.get("actor") == placed.get("rollout") and out.get("batch.mini_batches") == 1:
+        out.leave(key, scaled, "the mean over the tokens of a step with one mini-batch")
+    elif placed.get("actor") != placed.get("rollout") and longest == out.get("rollout.sampling.max_response_tokens"):
+        replicas = max(out.num_ranks("actor") // prod(out.get(f"actor.parallel.{name}") for name in parallel), 1)
+        bound = out.get("actor.optimizer.clip_grad")
+        out.set("loss.normalization", "dr_grpo", key)
+        out.set("actor.optimizer.clip_grad", bound / replicas, f"{bound} for losses {replicas} times as large there")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -204,9 +311,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     granularity = keys.get("actor.model.recompute_granularity")
     if granularity not in NOTHING:
         out.set("model.recompute", str(granularity), "actor.model.recompute_granularity")
-    peak = keys.get("actor.lr_sched.max_lr")
-    if peak not in NOTHING and real(peak) != out.get("actor.optimizer.lr"):
-        out.set("actor.optimizer.lr", real(peak), "actor.lr_sched.max_lr, instead of actor.optim.lr")
+    _optimizer(keys, out, megatron=backend == "megatron")
     tokens = keys.get("runner.max_tokens_per_mbs")
     if keys.truth("runner.enable_dynamic_batch_size", False) and tokens not in NOTHING:
         out.set("actor.micro_batch_tokens", count(tokens), "runner.max_tokens_per_mbs")
@@ -214,6 +319,45 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         samples = keys.count("algorithm.training_batch_size_per_gpu", keys.get("actor.micro_batch_size", 1))
         longest = keys.count("runner.seq_length", 2048)
         out.set("actor.micro_batch_tokens", samples * longest, "training_batch_size_per_gpu x runner.seq_length")
+
+
+def _optimizer(keys: SourceKeys, out: Translation, *, megatron: bool) -> None:
+    """Sets the optimizer. With FSDP, RLinf has another schedule of the learning rate, which is constant by default."""
+    name = keys.text("actor.optim.optimizer", "adam")
+    if name != "adam":
+        out.differs("actor.optim.optimizer", name, "optimizers here are adamw and muon")
+    if keys.truth("actor.optim.optimizer_cpu_offload", False):
+        out.set("actor.optimizer.cpu_offload", True, "actor.optim.optimizer_cpu_offload")
+    fraction = keys.get("actor.lr_sched.lr_warmup_fraction")
+    decayed = keys.get("actor.lr_sched.lr_decay_iters")
+    if not megatron:
+        _set_type(keys, out)
+        for path in ("actor.optimizer.warmup_steps", "actor.optimizer.decay"):
+            out.settings.pop(path, None)
+        key = "actor.optim.lr_scheduler"
+        if keys.get(key, "constant") not in ("constant", "torch_constant"):
+            out.differs(key, keys.get(key), "set actor.optimizer.decay and warmup_steps")
+        return
+    if fraction not in NOTHING and decayed not in NOTHING:
+        steps, key = int(real(fraction) * count(decayed)), "actor.lr_sched.lr_warmup_fraction"
+        out.set("actor.optimizer.warmup_steps", steps, f"{key} of lr_decay_iters")
+        if not steps:
+            out.leave(key, fraction, f"less than one of {decayed} updates, lr_decay_iters")
+
+
+def _set_type(keys: SourceKeys, out: Translation) -> None:
+    """Sets the type in which FSDP computes. The actor's own type is that of the weights in its optimizer."""
+    weights = keys.get("actor.model.precision", "fp32")
+    if PRECISIONS.get(str(weights)) == "float32":
+        out.leave("actor.model.precision", weights, "weights are in float32 in the optimizer")
+    else:
+        out.differs("actor.model.precision", weights, "FSDP trains weights of this type there, and of float32 here")
+    own = "actor.fsdp_config."
+    casts = keys.truth(own + "amp_autocast.enabled", False)
+    key = own + ("amp_autocast.precision" if casts else "mixed_precision.param_dtype")
+    kind = keys.get(key)
+    if kind not in NOTHING:
+        set_named(out, "model.dtype", PRECISIONS, key, kind, "precisions")
 
 
 def _algorithm(keys: SourceKeys, out: Translation) -> None:
@@ -234,6 +378,9 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
     clip = keys.get("algorithm.ratio_clip_eps", 0.2)
     ends = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
     bounds = [clip if keys.get(end) in NOTHING else keys.get(end) for end in ends]
+    for end in ends:
+        if keys.get(end) not in NOTHING and real(keys.get(end)) == real(clip):
+            out.leave(end, keys.get(end), "the same as ratio_clip_eps")
     set_clip(out, *bounds, *(f"{end}, ratio_clip_eps" for end in ends))
     bound = keys.get("algorithm.clip_ratio_c")
     if bound not in NOTHING:
@@ -281,14 +428,24 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 def _reward(keys: SourceKeys, out: Translation) -> None:
     kind = keys.get("reward.reward_type", "math")
     if kind == "math":
-        out.set("reward.function", "math", "reward.reward_type")
+        _set_values(keys, out)
     else:
         out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md")
-    scale = keys.get("reward.reward_scale")
-    if scale not in NOTHING and real(scale) != 1:
-        parts = [{"function": "math", "weight": real(scale)}]
-        out.settings.pop("reward.function", None)
-        out.set("reward.functions", parts, "reward.reward_scale")
-        out.notes.append("a wrong answer has reward 0 here, and -reward_scale in RLinf. GRPO's advantages are equal")
     if keys.truth("reward.use_reward_model", False):
         out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")
+
+
+def _set_values(keys: SourceKeys, out: Translation) -> None:
+    """Sets the rewards of right and wrong answers, which are scale and -scale by default."""
+    ends = {name: real(keys.get(f"reward.reward_{name}_val", value)) for name, value in (("max", 1.0), ("min", -1.0))}
+    scale, algorithm = real(keys.get("reward.reward_scale", 1.0) or 1.0), out.get("algorithm")
+    right, wrong = ends["max"] * scale, ends["min"] * scale
+    origin = f"reward.reward_scale: {right:g} and {wrong:g} there, {right - wrong:g} and 0 here"
+    if wrong and (algorithm == "ppo" or (algorithm in WITHOUT_COMPARISON and not out.get("advantages.whiten"))):
+        reason = f"a wrong answer has {wrong:g} there and 0 here, which {algorithm} learns from"
+        out.differs("reward.reward_min_val", ends["min"], reason)
+    if right - wrong == 1:
+        out.set("reward.function", "math", "reward.reward_type")
+    else:
+        out.set("reward.functions", [{"function": "math", "weight": right - wrong}], origin)
+        out.notes.append(f"{origin}. Advantages, which compare samples, are equal")

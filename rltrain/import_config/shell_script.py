@@ -34,7 +34,7 @@ from rltrain.import_config.shell_parser import (
     Word,
     parse_script,
 )
-from rltrain.import_config.shell_values import UNKNOWN, Expansion, Variables, calculate, holds, shown, unknown
+from rltrain.import_config.shell_values import UNKNOWN, Expansion, Variables, calculate, holds, shown, succeeds, unknown
 
 MOST_TURNS = 10000
 """Most iterations of all loops of a script together."""
@@ -44,6 +44,8 @@ PRINTING = ("echo", "printf", "seq", "basename", "dirname", "pwd", "cat", "cd")
 COUNTED = re.compile(r"echo\s+(\S+)\s*\|\s*tr\s+(?:-s\s+)?['\"],['\"]\s+['\"](?:\\n| )['\"]\s*\|\s*wc\s+-[lw]")
 """A count of the entries of a list with commas, such as CUDA_VISIBLE_DEVICES."""
 SUM = re.compile(r"expr\s+(.+)")
+RANK = re.compile(r"(^|_)(RANK|NODEID|NODE_ID|PROCID|TASK_INDEX|NODE_INDEX)$", re.IGNORECASE)
+"""Names of variables that a cluster sets to the number of the node."""
 IGNORED = ("export", "local", "declare", "readonly", "typeset", "trap", "wait", "shopt", "ulimit")
 BUILT_IN = {"true": True, ":": True, "false": False}
 
@@ -182,11 +184,18 @@ class _Script:
 
     def _test(self, test: Test) -> bool | None:
         words = []
-        for number, word in enumerate(test.words):
-            after = number and test.words[number - 1]
-            sign = "".join(getattr(part, "text", "") for part in after) if after else ""
-            words.append(self.expansion.text(word, as_pattern=sign in ("=", "==", "!=")))
+        for word, sign in zip(test.words, ["", *map(_plain, test.words)], strict=False):
+            text = self.expansion.text(word, as_pattern=sign in ("=", "==", "!="))
+            words.append(self.ranked(word, sign, [text])[0])
         return holds(words, self.variables.text)
+
+    def ranked(self, word: Word, sign: str, values: list[str]) -> list[str]:
+        """Returns the values of a word of a test after the word `sign`. A rank of the node without a value is 0."""
+        names = [name for name in _names_in(word) if RANK.search(name)]
+        if any(values) or not names or sign in ("-z", "-n", "-v"):
+            return values
+        self.assume(f"{names[0]} has no value: the script is read as on the first node")
+        return ["0"]
 
     def _case(self, case: Case) -> bool | None:
         value = self.expansion.text(case.word)
@@ -284,7 +293,11 @@ class _Script:
         if name in BUILT_IN:
             return BUILT_IN[name]
         if name in ("[", "test"):
-            return holds(rest[:-1] if name == "[" else rest, self.variables.text)
+            words = command.words[1:]
+            pairs = zip(((), *words), words, strict=False)
+            found = (self.ranked(word, _plain(before), self.expansion.words([word])) for before, word in pairs)
+            rest = [value for values in found for value in values]
+            return succeeds(rest[:-1] if name == "[" else rest, self.variables.text)
         if name == "exit" and rest[:1] not in ([], ["0"]) and self.checks:
             self.passes()
             return None
@@ -440,6 +453,11 @@ def _names_in(word: Word) -> Iterable[str]:
         found = re.match(r"[A-Za-z_]\w*", word[0].expression)
         if found is not None:
             yield found[0]
+
+
+def _plain(word: Word) -> str:
+    """Returns the plain text of a word, such as the operator of a test."""
+    return "".join(getattr(part, "text", "") for part in word)
 
 
 def _waits(commands: Iterable[Command]) -> bool:

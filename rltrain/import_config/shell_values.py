@@ -105,13 +105,28 @@ def _number(node: ast.expr, value_of: Callable[[str], str]) -> int:
 
 
 def holds(words: Sequence[str], value_of: Callable[[str], str]) -> bool | None:
-    """Returns whether the test `[ words ]` or `[[ words ]]` holds, or None if unknown. Raises ConfigError if it is not
-    a supported test."""
+    """Returns whether the test `[[ words ]]` holds, or None if unknown. Raises ConfigError if it is not a supported
+    test."""
     rest = [*words]
     result = _either(rest, value_of)
     if rest:
-        raise ConfigError(f"the test [ {' '.join(map(shown, words))} ] is not supported")
+        raise ConfigError(f"the test [[ {' '.join(map(shown, words))} ]] is not supported")
     return result
+
+
+def succeeds(words: Sequence[str], value_of: Callable[[str], str]) -> bool | None:
+    """Returns whether `[ words ]` succeeds, or None if unknown. As in bash, a test with an operand missing, such as an
+    empty variable without quotes, or with a text for a number, is an error and fails."""
+    known = not any(UNKNOWN in word for word in words)
+    compared = [at for at, sign in enumerate(words) if sign in OF_NUMBERS]
+    numbers = [words[at + by] for at in compared for by in (-1, 1) if 0 <= at + by < len(words)]
+    if known and any(re.fullmatch(r"\s*[-+]?[0-9]+\s*", one) is None for one in numbers):
+        return False
+    rest = [*words]
+    result = _either(rest, value_of)
+    if not rest:
+        return result
+    return False if known else None
 
 
 def _either(rest: list[str], value_of: Callable[[str], str]) -> bool | None:
@@ -159,7 +174,7 @@ def _compared(first: str, sign: str, second: str, value_of: Callable[[str], str]
     if UNKNOWN in first + second:
         return None
     if sign in OF_NUMBERS:
-        result = calculate(f"({first}) {OF_NUMBERS[sign]} ({second})", value_of)
+        result = calculate(f"({first or 0}) {OF_NUMBERS[sign]} ({second or 0})", value_of)
         return None if result is None else bool(result)
     if sign == "=~":
         try:

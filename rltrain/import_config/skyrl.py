@@ -23,6 +23,7 @@ from rltrain.import_config.skyrl_learning import (
     G,
     T,
     distills,
+    refuse_own_generator,
     set_algorithm,
     set_correction,
     set_critic_lora,
@@ -57,6 +58,7 @@ from rltrain.import_config.translation import top_k as top_k_of
 # Keys of SkyRL without influence on results, by pattern, with the reason.
 
 HARMLESS = by_pattern("""
+settings of Hydra: hydra.*
 logs only: trainer.{logger,log_path,log_example_interval,tags,dump_data_batch,dump_eval_results,project_name,run_name}
     trainer.{print_example_interval,num_logger_train_samples,num_logger_eval_samples,enable_ray_gpu_monitor}
     trainer.policy.record_memory trainer.policy.torch_profiler_config.* generator.eval_sampling_params.logprobs
@@ -181,7 +183,6 @@ an engine has one rank: generator.inference_engine.expert_parallel_size
 steps are given: trainer.epochs trainer.max_training_steps
 settings of other environments: environment.skyrl_gym.*
 the program is asynchronous: trainer.fully_async.enabled
-mathematics, as for the default: environment.env_class
 the model's name says that it sees: generator.vision_language_generator
 engines here serve the same model: generator.inference_engine.backend generator.backend
 the run ends by its epochs: trainer.max_training_steps
@@ -253,7 +254,6 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
         "an engine has one rank": lambda out: out.get("rollout.parallel.tp") == 1,
         "settings of other environments": lambda _: not any(key.startswith(own) for key in keys.left()),
         "the program is asynchronous": lambda _: "fully_async" in module,
-        "mathematics, as for the default": lambda out: out.get("reward.function") == "math",
         "the model's name says that it sees": lambda out: is_named_after_seeing(out.get("model.path")),
         "weights are not rounded": lambda out: not any(path.startswith("model.fake_quant") for path in out.settings),
         "no server is named, so the job starts engines": lambda _: keys.get(URLS) in NOTHING,
@@ -433,6 +433,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if "sft" in keys.text("-m", ""):
         translate_sft(keys, out, rows)
         return
+    refuse_own_generator(keys, out)
     apply(SKYRL, keys, out, decay=one_of(DECAYS, "learning rates"))
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
@@ -450,7 +451,11 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     named = (T + "max_training_steps", T + "epochs")
     set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 1), named)
     set_vision(out, key=SEES, sees=keys.truth(SEES, False))
-    sort_out(keys, out, KeyRules(HARMLESS, "skyrl", conditions(keys)))
+    sort_out(
+        keys,
+        out,
+        KeyRules(HARMLESS, "skyrl", conditions(keys), learning=("trainer.",), attached=(G, "data.")),
+    )
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:

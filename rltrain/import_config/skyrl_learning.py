@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config.foreign import ENGINE, Pair
+from rltrain.import_config.influence import ENVIRONMENT, TO_COMPLETE
 from rltrain.import_config.shared_rules import WEIGHTS, set_adapters
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -13,6 +14,7 @@ from rltrain.import_config.translation import (
     NOTHING,
     WHITENED,
     WITH_STD,
+    WITHOUT_COMPARISON,
     SourceKeys,
     Translation,
     UntranslatableError,
@@ -23,6 +25,7 @@ from rltrain.import_config.translation import (
     set_clip,
     set_named,
     set_overlong_penalty,
+    set_signed_math,
     set_whitening,
     take_rewards,
     truth,
@@ -85,6 +88,21 @@ def _imports(program: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# Generators of a program's own.
+
+
+def refuse_own_generator(keys: SourceKeys, out: Translation) -> None:
+    """Names a program that replaces SkyRL's generator, as an agent's harness does. Its turns are an environment's."""
+    module = keys.text("-m", "")
+    if module.startswith(("skyrl.", "skyrl_train.")):
+        return
+    programs = [program for name, program in texts_of(module, keys.folder) if name == module]
+    defined = (node for program in programs for node in ast.walk(program) if isinstance(node, ast.FunctionDef))
+    if any(node.name == "get_generator" for node in defined):
+        reason = "it has a generator of its own, whose turns come from an environment here"
+        out.differs("-m", module, reason, ENVIRONMENT)
 
 
 # Environments registered with SkyRL-Gym.
@@ -407,8 +425,12 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     if buffer not in NOTHING and count(buffer):
         factor = keys.get(ALG + "overlong_buffer_penalty_factor", 1.0)
         set_overlong_penalty(out, buffer, factor, ALG + "overlong_buffer_len")
-    if env in ("gsm8k", "aime") and turns == 1:
+    if env == "gsm8k" and turns == 1:
         out.set("reward.function", "math", f"environment.env_class {env}")
+        out.set("reward.options", {"after": ["####"]}, f"environment.env_class {env}: the number after ####")
+        return
+    if env == "aime" and turns == 1:
+        set_signed_math(out, "environment.env_class", env, WITHOUT_COMPARISON)
         return
     out.place(["env"], out.placed["rollout"], "environment.env_class")
     out.set("env.max_turns", turns, G + "max_turns")
@@ -420,8 +442,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         if options:
             out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")
     else:
-        out.set("env.function", f"{env}.env:Env", "environment.env_class: give its module and class")
-        out.differs("environment.env_class", env, "set your own environment as env.function: module:class")
+        out.set("env.function", f"{env}.env:Env", f"environment.env_class: {TO_COMPLETE}")
+        out.differs("environment.env_class", env, "set your own environment as env.function: module:class", ENVIRONMENT)
 
 
 # Adapters, routers and rounded experts.

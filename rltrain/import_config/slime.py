@@ -5,7 +5,7 @@ from typing import Any
 
 from rltrain.config.foreign import SLIME
 from rltrain.import_config import translation
-from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out
+from rltrain.import_config.influence import ATTACHED, Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import (
     column_in_json,
     megatron_options,
@@ -21,11 +21,13 @@ from rltrain.import_config.slime_learning import (
     REWARD,
     is_supervised,
     set_algorithm,
+    set_contexts,
     set_correction,
     set_engine,
     set_evaluation,
     set_fake_quantization,
     set_kl,
+    set_lora,
     set_reward,
     set_schedule,
     set_supervised,
@@ -65,6 +67,7 @@ speed or memory only: balance-data allgather-cp overlap-cpu-optimizer-d2h-h2d us
     accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend attn-implementation
     moe-grouped-gemm moe-permute-fusion moe-router-dtype moe-token-drop-policy moe-token-dispatcher-type
     moe-enable-deepep no-gradient-accumulation-fusion update-weight-buffer-size update-weight-transport
+    update-weight-transfer-mode check-weight-update-equal
     update-weight-disk-dir update-weight-disk-keep-files update-weight-local-checkpoint-dir
     update-weight-delta-checksum update-weight-delta-encoding cpu-offloading-num-layers offload-modules
     distributed-timeout-seconds-after-init data-pad-size-multiplier no-offload-train no-offload-rollout offload
@@ -90,6 +93,8 @@ speculative decoding has the same distribution: sglang-speculative-*
 layout or speed of the engine only: sglang-*
 the weights of prediction layers are not trained: mtp-num-layers mtp-loss-scaling-factor
 logs only: wandb-* use-wandb disable-wandb* use-tensorboard tensorboard-* tb-* dump-details log-passrate log-multi-turn
+    log-*-to-tensorboard log-throughput log-progress log-device-memory-used log-straggler log-params-norm
+    custom-rollout-log-function-path custom-eval-rollout-log-function-path
     save-debug-rollout-data save-debug-train-data log-interval profile-* use-pytorch-profiler record-memory-history
     memory-snapshot-*
 checkpoint files only: ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
@@ -97,6 +102,9 @@ checkpoint files only: ckpt-convert-format ckpt-convert-save ckpt-convert-update
     ckpt-assume-constant-structure ckpt-step async-save no-load-optim no-load-rng no-save-optim no-save-rng finetune
     auto-detect-ckpt-format dist-ckpt-strictness
 the program is known: program
+adapters are on all layers: target-modules lora-target-modules
+no adapters: lora-* target-modules lora-target-modules exclude-modules
+engines get merged weights: lora-sync-from-tensor lora-base-cpu-backup
 a server started by the script: served-model served-tp
 the same GPUs as the actor: rollout-num-gpus
 FSDP trains without dropout: attention-dropout hidden-dropout
@@ -110,7 +118,8 @@ supervised training: rollout-num-gpus rollout-num-gpus-per-engine colocate advan
 no evaluation: n-samples-per-eval-prompt eval-interval eval-input-key eval-label-key eval-max-response-len
     eval-temperature eval-top-p eval-top-k eval-max-prompt-len eval-max-context-len skip-eval-before-train
 always evaluated before the first step: skip-eval-before-train
-the same as in training: eval-max-prompt-len eval-max-context-len
+prompts of evaluations have the same limit: eval-max-prompt-len
+only functions for generation read it: eval-max-context-len
 evaluations report the reward: eval-reward-key
 the built-in reward is one number: reward-key
 rewards and environments receive all columns: metadata-key
@@ -165,6 +174,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_reward(keys, out)
         set_teacher(keys, out, out.placed["actor"])
         set_evaluation(keys, out)
+        set_contexts(keys, out)
         set_engine(keys, out)
     _dropout(keys, out)
     _records(keys, out)
@@ -173,7 +183,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         out, rows, keys.get("num-rollout"), keys.get("num-epoch"), ("--num-rollout", "--num-epoch"), name="num-rollout"
     )
     _warmup(keys, out)
-    sort_out(keys, out, KeyRules(HARMLESS, "slime", conditions(keys)))
+    sort_out(keys, out, KeyRules(HARMLESS, "slime", conditions(keys), learning=()))
 
 
 def conditions(keys: SourceKeys) -> dict[str, Condition]:
@@ -187,12 +197,19 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
         "one mini-batch for each step": lambda out: out.get("batch.mini_batches") == 1,
         "the weights of prediction layers are not trained": lambda out: "model.mtp.coef" not in out.settings,
         "the same GPUs as the actor": lambda _: colocate,
+        "prompts of evaluations have the same limit": lambda out: (
+            count(keys.get("eval-max-prompt-len", 0)) == out.get("data.max_prompt_tokens")
+        ),
+        "only functions for generation read it": lambda _: "custom-generate-function-path" not in keys,
         "the built-in reward is one number": lambda _: "custom-rm-path" not in keys,
         "given by the file of custom-config-path": lambda _: keys.text("custom-tis-function-path", "").endswith(MIS),
         "the reward only asks the teacher": lambda _: keys.get("custom-rm-path") == REWARD,
         "FSDP trains without dropout": lambda _: keys.text("train-backend", "megatron") != "megatron",
         "custom-rm-path gives the reward": lambda _: "custom-rm-path" in keys,
         "follows from model.router_replay": lambda out: out.get("model.router_replay") != "off",
+        "adapters are on all layers": lambda out: (
+            "model.lora.rank" in out.settings and "model.lora.targets" not in out.settings
+        ),
         "the program is known": lambda _: keys.get(PROGRAM) in PROGRAMS,
         "an engine has one rank": lambda out: out.get("rollout.parallel.tp") == 1,
     }
@@ -214,11 +231,9 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.notes.append("data.max_prompt_tokens: slime has no limit of prompts. A longer prompt stops the run here")
     response = out.get("rollout.sampling.max_response_tokens")
     most = count(context) if context else response + out.get("data.max_prompt_tokens")
-    if most < response + out.get("data.max_prompt_tokens"):
-        if longest is None and most > response:
-            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
-        else:
-            most = response + out.get("data.max_prompt_tokens")
+    if context and longest is None and most > response:
+        out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len minus the longest response")
+    most = max(most, response + out.get("data.max_prompt_tokens"))
     out.set("rollout.max_context_tokens", most, "rollout-max-context-len" if context else "prompt and response")
     stop = keys.get("rollout-stop")
     if stop is not None:
@@ -293,6 +308,7 @@ def _model(keys: SourceKeys, out: Translation) -> None:
     _replay(keys, out)
     set_fake_quantization(keys, out)
     set_slimes_prediction_layers(keys, out)
+    set_lora(keys, out)
     set_megatron_optimizer(megatron_options(keys, "", dashes=True), out, "", momentum=0.9)
     backend = keys.text("train-backend", "megatron")
     if backend != "megatron":
@@ -372,10 +388,19 @@ def _dropout(keys: SourceKeys, out: Translation) -> None:
             out.differs(name, value, "there is no dropout here; set it to 0 (Megatron's default is 0.1)")
 
 
+DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
 def _records(keys: SourceKeys, out: Translation) -> None:
     """Sets the number of kept checkpoints, and names switches of slime that only test a part of it."""
     if keys.truth("keep-only-latest-checkpoint", False):
         out.set("checkpoint.keep", 1, "keep-only-latest-checkpoint")
+    if keys.truth("disable-rollout-global-dataset", False) and not is_supervised(keys):
+        reason = "prompts come from the own rollout loop there, and from files here"
+        out.differs("disable-rollout-global-dataset", True, reason, ATTACHED)
+    source = keys.get("data-source-path", DATA_SOURCE)
+    if source not in (DATA_SOURCE, DATA_SOURCE.removesuffix("WithBuffer")):
+        out.differs("data-source-path", source, "prompts are read from files here", ATTACHED)
     if keys.truth("debug-rollout-only", False):
         out.notes.append("debug-rollout-only: slime generates and trains nothing with this flag. The import trains")
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
-from rltrain.import_config.influence import defaults_of
-from rltrain.import_config.shared_rules import WEIGHTS, choose_engine
+from rltrain.import_config.influence import ENVIRONMENT, defaults_of
+from rltrain.import_config.influence import REWARD as REWARD_HOLE
+from rltrain.import_config.shared_rules import WEIGHTS, choose_engine, set_adapters
 from rltrain.import_config.translation import (
     NOTHING,
     WITHOUT_COMPARISON,
@@ -19,6 +20,7 @@ from rltrain.import_config.translation import (
     number,
     ranks,
     real,
+    set_signed_math,
     set_whitening,
     truth,
 )
@@ -235,8 +237,16 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.policy", policies[name], "advantage-estimator")
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
     out.set("loss.clip_high", real(high), "eps-clip-high, or eps-clip if it is missing")
-    _set_advantages(keys, out, str(name))
+    if name in (*policies, "grpo", "reinforce_plus_plus_baseline") and keys.truth(UNCOMPARED, False):
+        out.set("algorithm", "reinforce_plus_plus", f"{UNCOMPARED}: the advantage is the reward")
+        set_whitening(out, "reinforce_plus_plus", keys.truth("normalize-advantages", False), "normalize-advantages")
+    else:
+        _set_advantages(keys, out, str(name))
     _set_means(keys, out)
+
+
+UNCOMPARED = "disable-rewards-normalization"
+"""The flag for rewards that are not compared within a prompt's samples."""
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
@@ -266,6 +276,23 @@ def _set_means(keys: SourceKeys, out: Translation) -> None:
         out.differs("dynamic-sampling-filter-path", selected, "set it as batch.dynamic_sampling.filter")
 
 
+def set_lora(keys: SourceKeys, out: Translation) -> None:
+    """Sets the adapters of miles, a fork of slime, and of forks with FSDP, which need a switch."""
+    if keys.get("lora-rank") in NOTHING:
+        return
+    sharded = keys.text("train-backend", "megatron") != "megatron"
+    if not keys.truth("use-lora", not sharded):
+        return
+    names = {"rank": "lora-rank", "alpha": "lora-alpha", "dropout": "lora-dropout", "type": "lora-type"}
+    given = {here: keys.get(name) for here, name in {**names, "path": "lora-adapter-path"}.items()}
+    keys.assumed |= {"lora-alpha": 16, "lora-dropout": 0, "lora-type": "lora"}
+    targets = keys.first("target-modules", "lora-target-modules")[1]
+    split = targets.split(",") if isinstance(targets, str) and "," in targets else targets
+    init = None if sharded else keys.get("lora-A-init-method", "xavier")
+    given |= {"targets": split, "exclude": keys.get("exclude-modules"), "init": init}
+    set_adapters(given, out, "lora-", 16, not sharded)
+
+
 def set_kl(keys: SourceKeys, out: Translation) -> None:
     in_loss, coef = keys.truth("use-kl-loss", False), keys.real("kl-loss-coef", 0)
     in_reward = keys.real("kl-coef", 0)
@@ -291,7 +318,10 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
     fully = keys.truth("fully-async", False) or function.endswith("fully_async")
     if function not in OWN_ROLLOUTS and not fully:
         out.differs(
-            "rollout-function-path", function, "your own rollout loop becomes an environment here: docs/environments.md"
+            "rollout-function-path",
+            function,
+            "your own rollout loop becomes an environment here: docs/environments.md",
+            ENVIRONMENT,
         )
     if keys.get(PROGRAM) == PROGRAMS[1] or fully:
         out.set("schedule.mode", "asynchronous", PROGRAMS[1])
@@ -338,7 +368,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif generate is not None and kind is None:
         out.set("reward.function", "environment", "custom-generate-function-path: it sets the reward of the sample")
     else:
-        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md")
+        out.differs("rm-type", kind, "set your function as reward.function: docs/rewards.md", REWARD_HOLE)
     scored = keys.get("reward-key")
     if scored is not None and own is not None:
         out.set("reward.options", {"reward_key": scored}, "reward-key")
@@ -346,16 +376,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
 
 def _set_math(kind: str, out: Translation) -> None:
     """Sets the built-in comparison of answers, with the parts of a response where slime looks for one."""
-    if kind == "dapo" and out.get("algorithm") in WITHOUT_COMPARISON:
-        out.differs(
-            "rm-type", kind, f"a wrong answer has -1 there and 0 here, which {out.get('algorithm')} learns from"
-        )
-    elif kind == "dapo":
-        weighted = [{"function": "math", "weight": 2.0}]
-        out.set("reward.functions", weighted, "rm-type dapo: 1 and -1 there, 2 and 0 here, with equal advantages")
-        out.notes.append(
-            'rm-type dapo reads the answer after "Answer:". Here it is the marked answer, or the last number'
-        )
+    if kind == "dapo":
+        set_signed_math(out, "rm-type", kind, WITHOUT_COMPARISON)
     else:
         out.set("reward.function", "math", "rm-type")
         options: dict[str, Any] = {"last_number": False}
@@ -382,7 +404,7 @@ def set_evaluation(keys: SourceKeys, out: Translation) -> None:
     sampling = {
         "temperature": keys.real("eval-temperature", out.get("rollout.sampling.temperature")),
         "top_p": keys.real("eval-top-p", out.get("rollout.sampling.top_p")),
-        "top_k": top_k_of(keys.get("eval-top-k", -1)),
+        "top_k": top_k_of(keys.get("eval-top-k", out.get("rollout.sampling.top_k"))),
         "max_response_tokens": keys.count("eval-max-response-len", out.get("rollout.sampling.max_response_tokens")),
     }
     files = {
@@ -450,6 +472,19 @@ def _set_evaluation_sets(sets: list[dict[str, Any]], origin: str, out: Translati
     )
     if needed > out.get("rollout.max_context_tokens"):
         out.set("rollout.max_context_tokens", needed, "prompt and eval-max-response-len")
+
+
+def set_contexts(keys: SourceKeys, out: Translation) -> None:
+    """Passes the longest contexts of training and evaluation to a function for generation, if they differ here."""
+    own = "rollout-max-context-len"
+    given, evaluated = keys.get(own), keys.get("eval-max-context-len", keys.get(own))
+    if "env.function" not in out.settings or given in NOTHING or evaluated in NOTHING:
+        return
+    most = max(out.get("rollout.max_context_tokens"), count(evaluated))
+    if most != count(given):
+        options = {"rollout_max_context_len": count(given), "eval_max_context_len": count(evaluated)}
+        out.set("env.options", options, f"{own}, eval-max-context-len")
+        out.set("rollout.max_context_tokens", most, "the longest context of training and evaluation")
 
 
 def _name(name: str) -> str:

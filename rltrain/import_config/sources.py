@@ -12,16 +12,20 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import ConfigError
-from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl
+from rltrain.import_config import rlinf, skyrl, slime, slime_learning, verl, verl_trees
 from rltrain.import_config.influence import settle
 from rltrain.import_config.shell_script import ScriptReading, StartedCommand, read_script, read_text
 from rltrain.import_config.translation import (
+    NO_TREE,
     NOTHING,
     PLACEMENT,
+    RUNNING,
     RowCounts,
     SourceKeys,
     Translation,
+    Tree,
     UntranslatableError,
+    flattened,
     roles_of,
 )
 
@@ -41,22 +45,14 @@ def parse_override(text: str) -> tuple[str, Any] | None:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the text as a list, mapping, number, truth value or null if it is one."""
+    """Returns the text as a list, mapping with braces, number, truth value or null if it is one, as Hydra does."""
     try:
         value = yaml.load(text, Loader=PlainLoader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError:
         return text
+    if isinstance(value, dict) and not text.lstrip().startswith("{"):
+        return text
     return text if value is None and text.strip() not in ("null", "~", "") else value
-
-
-def flattened(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values under dotted keys. Lists and empty mappings are values."""
-    if not isinstance(data, dict) or not data:
-        return {prefix: data} if prefix else {}
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def read_config(
@@ -243,6 +239,8 @@ class Framework:
     """Beginnings of modules, keys or flags that only this framework has."""
     beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
     """Returns keys from all commands of a script, in addition to the arguments of the training."""
+    tree: Callable[[Path, Mapping[str, Any]], Tree] = lambda _folder, _keys: NO_TREE
+    """Returns what a tree of the framework beside a source with these keys has of its own."""
 
     def mark_in(self, words: Sequence[str]) -> str | None:
         """Returns the first word of a command, or key of a file, with a mark of this framework."""
@@ -259,6 +257,7 @@ class ReadSource:
     folder: Path = field(default_factory=Path)
     unset: frozenset[str] = frozenset()
     """Variables of the script without a value."""
+    tree: Tree = NO_TREE
 
 
 def _bare(word: str) -> str:
@@ -268,7 +267,8 @@ def _bare(word: str) -> str:
     if not name.endswith(".py"):
         return name
     parts = Path(name).with_suffix("").parts
-    return ".".join(parts[max((parts.index(top) for top in ("verl", "rlinf") if top in parts), default=0) :])
+    tops = (len(parts) - 1 - parts[::-1].index(top) for top in ("verl", "rlinf", "recipe") if top in parts[:-1])
+    return ".".join(parts[max(tops, default=0) :])
 
 
 def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
@@ -308,10 +308,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_program(words: Sequence[str]) -> dict[str, Any]:
-    """Returns `_overrides`, with a program given as a relative file like one given as a module."""
-    files = [Path(word) for word in words if word.endswith(".py") and "=" not in word]
-    module = [".".join(file.with_suffix("").parts) for file in files if not file.is_absolute()]
-    return ({"-m": module[0]} if module else {}) | _overrides(words)
+    """Returns `_overrides`, with a program given as a file like one given as a module. Folders before a trainer's own
+    package are left out."""
+    files = [word for word in words if word.endswith(".py") and "=" not in word and not word.startswith("-")]
+    return ({"-m": _bare(files[0]).lstrip("./")} if files else {}) | _overrides(words)
 
 
 OPTIONS = {
@@ -338,7 +338,9 @@ FRAMEWORKS = {
         beside=slime_learning.beside_training,
     ),
     "verl": Framework(
-        *("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate), marks=("verl.", "actor_rollout_ref.")
+        *("verl", _with_overrides(verl.SECTIONS), _with_program, verl.translate),
+        marks=("verl.", "actor_rollout_ref."),
+        tree=verl_trees.tree_beside,
     ),
     "skyrl": Framework(
         *("SkyRL", _with_overrides(skyrl.SECTIONS), _with_program, skyrl.translate),
@@ -380,13 +382,14 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     path = Path(given[0])
     if _is_config(path):
         values, missing = read_config(path, environment, given[1:])
-        return ReadSource(values, str(path), [f"not found and left out: {one}" for one in missing], path.parent)
+        notes = [f"not found and left out: {one}" for one in missing]
+        return ReadSource(values, str(path), notes, path.parent, tree=framework.tree(path.parent, values))
     name, script = _script(given, environment)
     launches = [(one, found) for one in script.started if (found := framework.arguments(one.arguments)) is not None]
     if not launches:
         hint = "; expected such a command, a script that starts one, or a YAML file"
         other = _another(framework, [one.arguments for one in script.started])
-        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{_asked_for(script.unset)}")
+        raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{asked_for(script.unset)}")
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
@@ -394,10 +397,10 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     keys = _with_config(framework.keys(launches[0][1]), launches[0][1], folder, environment, notes)
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
-    return ReadSource(keys, name, notes, folder, frozenset(script.unset))
+    return ReadSource(keys, name, notes, folder, frozenset(script.unset), framework.tree(folder, keys))
 
 
-def _asked_for(unset: Iterable[str]) -> str:
+def asked_for(unset: Iterable[str]) -> str:
     """Returns the hint about variables without a value. Empty without any."""
     names = sorted(name for name in unset if not name.isdigit())
     if not names:
@@ -490,12 +493,17 @@ def _translated_once(
     fixed: Mapping[str, Any],
 ) -> tuple[SourceKeys, Translation]:
     out, keys = Translation(framework.name, fixed=fixed), SourceKeys(given, source.folder)
+    keys.tree = source.tree
     try:
         framework.translate(keys, out, rows)
         widen(out)
         limit(out)
     except UntranslatableError as reason:
-        value = keys.get(keys.last)
-        asked = _asked_for(source.unset) if value in NOTHING or keys.last in keys.unknown else ""
-        raise ConfigError(f"{source.name}: {reason} (at {keys.last}: {value!r}){asked}") from None
+        unknown = [key for key in keys.used() if key in keys.unknown]
+        is_unknown = RUNNING in str(reason) and unknown
+        key = unknown[-1] if is_unknown and keys.last not in unknown else keys.last
+        value = keys.get(key)
+        asked = asked_for(source.unset) if value in NOTHING or key in unknown else ""
+        asked += f"; {'or ' if asked else ''}give it by --key {key}=VALUE" if is_unknown else ""
+        raise ConfigError(f"{source.name}: {reason} (at {key}: {value!r}){asked}") from None
     return keys, out

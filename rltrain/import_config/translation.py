@@ -81,6 +81,27 @@ class UntranslatableError(Exception):
     """A value of the source without a counterpart. The text is the reason."""
 
 
+@dataclass(frozen=True)
+class Tree:
+    """A tree of the trainer's code beside the source, possibly changed by its users."""
+
+    defaults: Mapping[str, Any]
+    """Its defaults where they differ from the release's."""
+    selects: str = ""
+    """The name of its function that selects rewards."""
+    knows: str = ""
+    """What this function knows beyond the release's."""
+
+
+NO_TREE = Tree({})
+
+
+def file_near(folder: Path, name: str) -> Path | None:
+    """Returns a file, searched from a folder upwards. None if it does not exist."""
+    near = folder.resolve()
+    return next((one / name for one in (near, *near.parents) if (one / name).is_file()), None)
+
+
 class SourceKeys:
     """The keys of a source with their values. It records the keys read by the rules."""
 
@@ -95,6 +116,7 @@ class SourceKeys:
         """Defaults that the rules assume for the keys they read."""
         self.older = False
         """Whether the source is written for an older version with other defaults."""
+        self.tree = NO_TREE
         self.last = ""
         """The last key read."""
 
@@ -104,6 +126,7 @@ class SourceKeys:
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of `key`, or `default`: the source's own default for a missing key."""
         self._read.add(key)
+        default = self.tree.defaults.get(key, default)
         self.assumed.setdefault(key, default)
         self.last = key
         return self._values.get(key, default)
@@ -133,7 +156,8 @@ class SourceKeys:
                 self.assumed.setdefault(key, default)
                 self.last = key
                 return key, self._values[key]
-        return keys[0], default
+        key = next((key for key in keys if key in self.tree.defaults), keys[0])
+        return key, self.tree.defaults.get(key, default)
 
     def under(self, prefix: str) -> dict[str, Any]:
         """Returns the values of all keys beginning with `prefix`, such as "actor.optim.", without the prefix. They
@@ -144,8 +168,7 @@ class SourceKeys:
 
     def file(self, name: str) -> Path | None:
         """Returns a file that the source names, searched from its folder upwards. None if it does not exist."""
-        near = self.folder.resolve()
-        return next((folder / name for folder in (near, *near.parents) if (folder / name).is_file()), None)
+        return file_near(self.folder, name)
 
     def left(self) -> dict[str, Any]:
         """Returns the values of all keys not read yet."""
@@ -178,16 +201,20 @@ class Leftover:
     key: str
     value: Any
     reason: str
+    hole: str | None = None
+    """The part that can stay open instead (`influence.open_holes`), if the key is a setting of it."""
 
 
 @dataclass
 class Translation:
-    """The result of an import. `differences` change results. `leftovers` do not."""
+    """The result of an import. `differences` change results. `leftovers` do not. `holes` has the source's settings of
+    every config key that is left open."""
 
     framework: str
     settings: dict[str, Setting] = field(default_factory=dict)
     leftovers: list[Leftover] = field(default_factory=list)
     differences: list[Leftover] = field(default_factory=list)
+    holes: dict[str, list[Leftover]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     world_size: int = 1
     ranks_per_node: int = 8
@@ -222,9 +249,9 @@ class Translation:
         """Adds a key without influence on results."""
         self.leftovers.append(Leftover(key, value, reason))
 
-    def differs(self, key: str, value: Any, reason: str) -> None:
-        """Adds a key that changes results and has no counterpart."""
-        self.differences.append(Leftover(key, value, reason))
+    def differs(self, key: str, value: Any, reason: str, hole: str | None = None) -> None:
+        """Adds a key that changes results and has no counterpart. It may be a setting of a `hole`."""
+        self.differences.append(Leftover(key, value, reason, hole))
 
     @property
     def meaning(self) -> tuple[Any, ...]:
@@ -313,21 +340,20 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
+def flattened(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values under dotted keys. Lists and empty mappings are values."""
+    if not isinstance(data, dict) or not data:
+        return {prefix: data} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
 def default_of(path: str) -> Any:
     """Returns the default of a config key. None if it is required or part of an optional section."""
     found = field_of(path)
     return None if found is None or found.is_required() else found.get_default(call_default_factory=True)
-
-
-def refuse_differences(out: Translation) -> None:
-    """Raises ConfigError with all keys that would silently change results."""
-    if not out.differences:
-        return
-    found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
-    raise ConfigError(
-        f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"
-        "Remove them from the source, or import the rest with --allow-differences"
-    )
 
 
 # Conversion of values from other trainers.
@@ -338,6 +364,9 @@ ESTIMATORS = {"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_
 NOTHING = (None, "", "null", "None", "none")
 
 
+RUNNING = "known without running the source"
+
+
 def number(value: Any) -> Any:
     """Returns an int if the value is a whole number, else a float."""
     if isinstance(value, bool) or value in NOTHING:
@@ -345,7 +374,7 @@ def number(value: Any) -> Any:
     try:
         real = float(value)
     except (TypeError, ValueError):
-        raise UntranslatableError("it is not a number known without running the source") from None
+        raise UntranslatableError(f"it is not a number {RUNNING}") from None
     return int(real) if real.is_integer() and abs(real) < 2**53 and "e-" not in str(value) else real
 
 
@@ -519,6 +548,17 @@ def set_betas(keys: SourceKeys, out: Translation, key: str, role: str = "actor")
     out.set(f"{role}.optimizer.beta2", second, key)
 
 
+def set_signed_math(out: Translation, key: str, kind: str, excluded: Sequence[str]) -> None:
+    """Sets the reward of DAPO: 1 and -1, for the answer after "Answer:". `excluded` are the algorithms that learn from
+    the -1."""
+    if out.get("algorithm") in excluded:
+        reason = f"a wrong answer has -1 there and 0 here, which {out.get('algorithm')} learns from"
+        out.differs(key, kind, reason)
+        return
+    part = {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    out.set("reward.functions", [part], f"{kind}: 1 and -1 there, 2 and 0 here, with equal advantages")
+
+
 def set_overlong_penalty(out: Translation, tokens: Any, factor: Any, origin: str) -> None:
     out.set("advantages.overlong_penalty", {"buffer_tokens": count(tokens), "factor": real(factor)}, origin)
 
@@ -550,8 +590,10 @@ def set_context(out: Translation, longest: Any, origin: str) -> None:
 
 
 def set_evaluation(out: Translation, data: dict[str, Any], sampling: dict[str, Any], samples: int, origin: str) -> None:
-    """Adds a held-out set. It becomes data.eval if it is decoded greedily once."""
-    if sampling.get("temperature", 0.0) == 0 and samples == 1:
+    """Adds a held-out set. It becomes data.eval if it is decoded greedily, which gives equal samples."""
+    if sampling.get("temperature", 0.0) == 0 and samples > 1:
+        out.notes.append(f"{origin}: {samples} greedy samples of a prompt are equal; one is evaluated")
+    if sampling.get("temperature", 0.0) == 0:
         for key, value in data.items():
             out.set(f"data.eval.{key}", value, origin)
         return
@@ -602,10 +644,16 @@ class RowCounts:
 
 
 def set_steps(
-    out: Translation, given: RowCounts, steps: Any, epochs: Any, named: tuple[str, str], name: str | None = None
+    out: Translation,
+    given: RowCounts,
+    steps: Any,
+    epochs: Any,
+    named: tuple[str, str],
+    name: str | None = None,
+    at_once: int = 0,
 ) -> None:
-    """Sets steps, or computes epochs * floor(rows / prompts per step). Raises ConfigError if the rows cannot be
-    counted."""
+    """Sets steps, or computes epochs * floor(rows / prompts per step). A step may draw `at_once` more prompts than it
+    trains on. Raises ConfigError if the rows cannot be counted."""
     most = None if steps in NOTHING or count(steps) < 1 else count(steps)
     out.steps_given = given.steps is not None or (most is not None and (name is not None or epochs in NOTHING))
     if given.steps is not None:
@@ -623,7 +671,7 @@ def set_steps(
                 f"steps: the source counts epochs ({named[1]} {epochs}), but the rows of data.train.path "
                 f"{out.get('data.train.path')} cannot be counted; expected --rows N (number of rows) or --steps N"
             )
-        prompts = out.get("batch.prompts_per_step")
+        prompts = at_once or out.get("batch.prompts_per_step")
         if epochs in NOTHING:
             raise ConfigError(f"steps: the source gives neither {named[0]} nor {named[1]}; expected --steps N")
         each = max(rows // prompts, 1)

@@ -1,9 +1,19 @@
 """Rules for verl and its supervised trainer."""
 
+import re
 from typing import Any
 
-from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON, VERL_SFT
-from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out, sort_out_override
+from rltrain.config.foreign import TRANSFORMER, VERL, VERL_MEGATRON
+from rltrain.import_config.influence import (
+    ATTACHED,
+    ENVIRONMENT,
+    PROGRAM,
+    Condition,
+    KeyRules,
+    by_pattern,
+    sort_out,
+    sort_out_override,
+)
 from rltrain.import_config.shared_rules import NAMES as FSDP_NAMES
 from rltrain.import_config.shared_rules import (
     choose_engine,
@@ -19,12 +29,10 @@ from rltrain.import_config.translation import (
     Translation,
     apply,
     count,
-    interval,
     one_of,
     paths,
     ranks,
     real,
-    set_betas,
     set_context,
     set_evaluation,
     set_mini_batches,
@@ -38,6 +46,7 @@ from rltrain.import_config.verl_learning import (
     is_megatron,
     is_older,
     named_estimator,
+    selects_groups,
     set_algorithm,
     set_correction,
     set_critic,
@@ -53,6 +62,7 @@ from rltrain.import_config.verl_learning import (
     set_teacher,
     slices_of,
 )
+from rltrain.import_config.verl_sft import is_supervised, translate_sft
 
 # Keys of verl without influence on results, by pattern, with the reason. Reasons in `influence.CONDITIONS` or
 # `conditions` are checked for each run.
@@ -60,6 +70,8 @@ from rltrain.import_config.verl_learning import (
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
 logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+    trainer.{stats_path,stats_save_freq} trainer.*wandb* trainer.*swanlab* trainer.*tensorboard* trainer.*log*_dir
+    trainer.*log*_path trainer.*dump*_dir trainer.*dump*_path trainer.*save_path
     trainer.validation_data_dir trainer.project_name trainer.experiment_name
     actor_rollout_ref.actor.{calculate_entropy,calculate_sum_pi_squared,sum_pi_squared_checkpointing}
     actor_rollout_ref.rollout.{trace.*,prometheus.*,disable_log_stats}
@@ -75,6 +87,7 @@ steps are given: trainer.total_training_steps trainer.total_epochs rollout.total
 no evaluation: trainer.test_freq rollout.test_freq data.val_max_samples
 the trainer is synchronous: trainer.v1.*
 checkpoint files only: trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.max_actor_ckpt_to_keep
+    trainer.max_optim_to_keep
     trainer.max_critic_ckpt_to_keep actor_rollout_ref.*.checkpoint.* critic.checkpoint.*
     trainer.default_local_dir
 resuming does not name a path: trainer.resume_from_path
@@ -217,6 +230,9 @@ no teacher: distillation.*
 FSDP or Megatron trains: actor_rollout_ref.actor.veomni.* actor_rollout_ref.actor.torchtitan.*
 its keys are read: --config-name --config-path
 the version of verl: --source-version
+the agent is off: actor_rollout_ref.agent.*
+tokens of observations are never trained on: actor_rollout_ref.actor.state_masking
+    actor_rollout_ref.agent.mask_observations
 settings of Hydra: hydra.*
 """)
 CRITIC_HARMLESS = by_pattern("""
@@ -233,53 +249,6 @@ speed or memory only: critic.{use_dynamic_bsz,ppo_micro_batch_size,ppo_micro_bat
 sequences are always packed: critic.model.use_remove_padding
 code in checkpoints is never run: critic.model.trust_remote_code
 no adapters: critic.model.{lora_alpha,target_modules,lora.*}
-""")
-
-
-# The supervised trainer.
-
-EACH_EPOCH = "after_each_epoch"
-DECAYS = ("constant", "cosine", "linear")
-SFT_HARMLESS = by_pattern("""
-choice of the trainer: engine engine.strategy strategy model_engine model optim engine._target_ -m
-speed or memory only: engine.{param_offload,optimizer_offload,grad_offload,offload_policy,forward_prefetch}
-    engine.{use_orig_params,wrap_policy.min_num_params,reshard_after_forward,fsdp_size,use_torch_compile}
-    engine.{sequence_parallel,entropy_from_logits_with_chunking,entropy_checkpointing,use_remove_padding}
-    engine.{use_distributed_optimizer,full_determinism,override_transformer_config.attention_backend}
-    engine.override_transformer_config.{recompute_granularity,recompute_method,recompute_modules,recompute_num_layers}
-    engine.override_transformer_config.{moe_router_dtype,apply_rope_fusion,moe_permute_fusion,use_flash_attn}
-    engine.override_transformer_config.{moe_token_dispatcher_type,moe_enable_deepep,gradient_accumulation_fusion}
-    engine.override_ddp_config.{overlap_grad_reduce,overlap_param_gather,grad_reduce_in_fp32}
-    optim.override_optimizer_config.{overlap_cpu_optimizer_d2h_h2d,use_precision_aware_optimizer}
-    optim.override_optimizer_config.optimizer_offload_fraction
-    model.{use_liger,use_shm,enable_activation_offload,use_fused_kernels,enable_gradient_checkpointing}
-    model.override_config.attn_implementation data.num_workers data.use_shm
-checkpoint files only: engine.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path}
-Megatron trains: engine.{model_dtype,ulysses_sequence_parallel_size}
-FSDP trains: engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size}
-    engine.{context_parallel_size,expert_model_parallel_size,expert_tensor_parallel_size}
-seeds of orders: engine.seed
-the schedule covers the whole run: optim.lr_decay_steps optim.total_training_steps
-the learning rate is constant: optim.{min_lr,min_lr_ratio,num_cycles}
-warm-up is given in steps: optim.lr_warmup_steps_ratio
-sequences are always packed: model.use_remove_padding data.pad_mode data.balance_dp_token
-code in checkpoints is never run: model.trust_remote_code data.trust_remote_code
-no adapters: model.{lora_alpha,target_modules,exclude_modules,lora_adapter_path,lora.*}
-implementation of torch or Megatron: optim.optimizer_impl
-micro-batches are counted in tokens: data.{micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz}
-    data.{max_token_len_per_gpu,val_max_token_len_per_gpu,val_micro_batch_size_per_gpu}
-chat templates are always checked: data.ignore_input_ids_mismatch
-longer conversations are left out: data.truncation
-no images: data.image_key data.video_key
-no evaluation: trainer.test_freq
-steps are given: trainer.total_epochs trainer.total_training_steps
-logs only: trainer.logger trainer.project_name trainer.experiment_name profiler.* global_profiler.*
-checkpoint files only: trainer.{default_hdfs_dir,resume_mode,resume_from_path,max_ckpt_to_keep} checkpoint.*
-    trainer.checkpoint.*
-detected automatically: trainer.device
-settings of torchrun: --nproc-per-node --nnodes
-its keys are read: --config-name --config-path
-settings of Hydra: hydra.*
 """)
 
 
@@ -303,80 +272,10 @@ def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
         "every mini-batch is the whole step": lambda out: out.get("batch.mini_batches") == 1,
         "follows from model.router_replay": lambda out: out.get("model.router_replay") != "off",
         "the steps of a fully asynchronous run": lambda _: keys.get(DRAWN) not in NOTHING,
+        "the agent is off": lambda _: not keys.truth(AGENT + "enable_agent", True),
+        "tokens of observations are never trained on": lambda _: keys.truth(A + "state_masking", True),
         "given by clip_ratio_low and clip_ratio_high": lambda _: not keys.older,
     }
-
-
-def translate_sft(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
-    """Translates a config of verl's supervised trainer into `out`."""
-    out.set("algorithm", "sft", "verl.trainer.sft_trainer")
-    apply(VERL_SFT, keys, out)
-    out.set("data.train.response_key", None, "messages are whole conversations")
-    out.set("data.train.label_key", None, "conversations have no labels")
-    longest = keys.count("data.max_length", 1024)
-    out.set("data.max_prompt_tokens", longest, "data.max_length")
-    out.set("data.max_response_tokens", longest, "data.max_length")
-    out.set("data.on_bad_row", "skip", "longer conversations are left out")
-    if keys.truth("data.use_dynamic_bsz", True):
-        out.set("actor.micro_batch_tokens", keys.count("data.max_token_len_per_gpu", 8192), "max_token_len_per_gpu")
-    else:
-        samples = keys.count("data.micro_batch_size_per_gpu", 4)
-        out.set("actor.micro_batch_tokens", samples * longest, "data.micro_batch_size_per_gpu x data.max_length")
-    given = keys.get("--nproc-per-node", keys.get("trainer.n_gpus_per_node", 1))
-    per_node = count(given)
-    nodes = keys.count("--nnodes", keys.get("trainer.nnodes", 1))
-    out.place(["actor"], ranks(0, nodes * per_node), "trainer.nnodes x trainer.n_gpus_per_node")
-    out.world_size, out.ranks_per_node = nodes * per_node, per_node
-    _backend(keys, out)
-    if keys.truth("model.enable_gradient_checkpointing", True):
-        out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
-    _optimizer(keys, out)
-    named = ("trainer.total_training_steps", "trainer.total_epochs")
-    set_steps(out, rows, keys.get(named[0]), keys.get(named[1], 4), named, name=named[0])
-    saved = keys.get("trainer.save_freq", -1)
-    each_epoch = max(out.get("steps") // keys.count(named[1], 4), 1)
-    out.set("checkpoint.save_interval", each_epoch if saved == EACH_EPOCH else interval(saved), "trainer.save_freq")
-    if (held_out := keys.get("data.val_files")) not in NOTHING:
-        out.set("data.eval.path", paths(held_out), "data.val_files")
-        out.set("data.eval.prompt_key", out.get("data.train.prompt_key"), "data.messages_key")
-        out.set("data.eval.response_key", None, "messages are whole conversations")
-        out.set("data.eval.label_key", None, "conversations have no labels")
-        tested = keys.get("trainer.test_freq", -1)
-        out.set("evaluation.interval", each_epoch if tested == EACH_EPOCH else interval(tested), "trainer.test_freq")
-    ratio = real(keys.get("optim.lr_warmup_steps_ratio", 0) or 0)
-    warmup = keys.get("optim.lr_warmup_steps")
-    steps = count(warmup) if warmup not in NOTHING and count(warmup) >= 0 else round(ratio * out.get("steps"))
-    if steps:
-        out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
-    set_vision(out, keys.get(IMAGES), IMAGES)
-    megatron = "megatron" in keys.text("engine", keys.get("engine.strategy", "fsdp"))
-    sort_out(keys, out, KeyRules(SFT_HARMLESS, "verl_sft", conditions(keys, megatron)))
-
-
-def _backend(keys: SourceKeys, out: Translation) -> None:
-    """Sets the backend. The default engine is FSDP."""
-    engine = keys.text("engine", keys.get("engine.strategy", "fsdp"))
-    megatron = "megatron" in engine
-    set_lora(keys, out, "model.", megatron)
-    set_verls_prediction_layers(keys, out, "model.", megatron)
-    set_kind_of_optimizer(keys, out, "optim.")
-    if not megatron:
-        set_fully_sharded(keys, out, "engine", engine, out.get("actor.parallel.cp"), "engine.")
-    elif out.get("actor.parallel.tp") > 1:
-        out.set("actor.parallel.sequence_parallel", True, "engine.sequence_parallel, on by default")
-
-
-def _optimizer(keys: SourceKeys, out: Translation) -> None:
-    set_betas(keys, out, "optim.betas")
-    names = ("optim.lr_scheduler_type", "optim.lr_decay_style", "optim.lr_scheduler", "optim.warmup_style")
-    key, decay = keys.first(*names, default="constant")
-    if str(decay) in DECAYS:
-        out.set("actor.optimizer.decay", str(decay), key)
-    else:
-        out.differs(key, decay, f"schedules of the learning rate here: {', '.join(DECAYS)}")
-    least = keys.get("optim.min_lr_ratio")
-    if least not in NOTHING:
-        out.set("actor.optimizer.min_lr", real(least) * out.get("actor.optimizer.lr"), "optim.min_lr_ratio")
 
 
 # The RL trainer. Defaults are from verl/trainer/config (ppo_trainer.yaml).
@@ -408,12 +307,13 @@ LABEL = "reward_model.ground_truth"
 
 def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     """Translates a config of verl into `out`."""
-    if "sft" in keys.text(MODULE, ""):
+    if is_supervised(keys):
         translate_sft(keys, out, rows)
         return
     keys.older = is_older(keys, out)
     _program(keys, out)
     apply(VERL, keys, out, dtype=one_of({"fp8": "fp8"}, "types of engines' weights"))
+    _conversations(keys, out)
     _batch(keys, out)
     _placement(keys, out)
     _trainer(keys, out)
@@ -433,7 +333,21 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
         set_critic(keys, out)
     set_teacher(keys, out)
     _vision(keys, out)
-    sort_out(keys, out, KeyRules({**HARMLESS, **CRITIC_HARMLESS}, "verl", conditions(keys, is_megatron(keys))))
+    checks = conditions(keys, is_megatron(keys))
+    table = {**HARMLESS, **CRITIC_HARMLESS}
+    sort_out(keys, out, KeyRules(table, "verl", checks, learning=LEARNING, attached=("data.", R)))
+
+
+LEARNING = (
+    A,
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.model.",
+    "algorithm.",
+    "critic.",
+    "trainer.",
+    "distillation.",
+)
+"""Sections without settings of an environment or a reward."""
 
 
 PROGRAMS = (
@@ -445,13 +359,40 @@ OF_VERL = ("verl.", "recipe.", "fully_async_policy.", "one_step_off_policy.", "d
 
 
 def _program(keys: SourceKeys, out: Translation) -> None:
-    """Refuses programs other than verl's own trainers. Only running them tells what they compute."""
+    """Refuses programs other than verl's own trainers. Only running them tells what they compute.
+
+    One that starts verl's trainer has a reward or an environment of its own.
+    """
     module = keys.get(MODULE)
-    if module is None:
+    if module is None or (str(module).rsplit(".", 1)[-1] in PROGRAMS and str(module).startswith(OF_VERL)):
         return
-    known = str(module).rsplit(".", 1)[-1] in PROGRAMS and str(module).startswith(OF_VERL)
-    if not known:
-        out.differs(MODULE, module, "it is none of verl's own trainers, such as verl.trainer.main_ppo")
+    own = _trainer_of(str(module), keys)
+    if own is None:
+        reason = "it is none of verl's own trainers, such as verl.trainer.main_ppo"
+        out.differs(MODULE, module, reason, None if re.search(GENERATES, str(module)) else PROGRAM)
+    else:
+        reason = f"it starts a trainer of its own, {own}, and none of verl's: compare what else that one computes"
+        out.differs(MODULE, module, reason, ATTACHED)
+
+
+GENERATES = r"generation|generate|eval|infer"
+"""Pattern of programs that train nothing."""
+TRAINERS = ("RayPPOTrainer", "RayDAPOTrainer")
+OWN_TRAINER = re.compile(r"\b(\w*Trainer)\s*\(")
+REPLACED = re.compile(r"\b(Ray\w*Trainer\.\w+)\s*=[^=]")
+TAKEN_FROM = re.compile(r"^\s*from\s+(\S+)\s+import\s+[^\n]*\bRay\w*Trainer\b", re.MULTILINE)
+
+
+def _trainer_of(module: str, keys: SourceKeys) -> str | None:
+    """Returns the trainer of a program's own, by its text. None if it starts verl's, or if the text is not found."""
+    program = keys.file(module.replace(".", "/") + ".py")
+    if program is None:
+        return None
+    text = program.read_text(encoding="utf-8", errors="replace")
+    started = {*OWN_TRAINER.findall(text)} - {*TRAINERS}
+    started |= {*REPLACED.findall(text)}
+    places = {place for place in TAKEN_FROM.findall(text) if not place.startswith(("verl.trainer.ppo.", "recipe.dapo"))}
+    return min(started | places, default=None)
 
 
 def _vision(keys: SourceKeys, out: Translation) -> None:
@@ -466,7 +407,8 @@ def _steps(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     most = keys.get(DRAWN)
     if most in NOTHING:
-        set_steps(out, rows, keys.get(steps), keys.get(epochs, 30), (steps, epochs), name=steps)
+        drawn = count(keys.get(DRAWN_AT_ONCE) or 0) if selects_groups(keys) else 0
+        set_steps(out, rows, keys.get(steps), keys.get(epochs, 30), (steps, epochs), name=steps, at_once=drawn)
     else:
         named = (f"{DRAWN} {most} // prompts per step", epochs)
         set_steps(out, rows, count(most) // out.get("batch.prompts_per_step"), keys.get(epochs, 30), named)
@@ -474,6 +416,8 @@ def _steps(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
 
 DRAWN = "rollout.total_rollout_steps"
 """Number of prompts generated by a fully asynchronous run, at most those of its epochs."""
+DRAWN_AT_ONCE = "data.gen_batch_size"
+"""Prompts of a batch of rows. A step that selects groups draws at least one such batch."""
 CHUNKED = (
     A + "entropy_from_logits_with_chunking",
     A + "fsdp_config.entropy_from_logits_with_chunking",
@@ -486,11 +430,16 @@ GROUPER = A + "use_prefix_grouper"
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
     prompts = out.get("batch.prompts_per_step")
-    if prompts == 0:  # fully asynchronous: a step is what is required of samples between two updates
+    fully = prompts == 0
+    if fully:  # fully asynchronous: a step is what is required of samples between two updates
         prompts = keys.count(A + "ppo_mini_batch_size", 256) * keys.count("async_training.require_batches", 1)
         out.set("batch.prompts_per_step", prompts, "ppo_mini_batch_size x async_training.require_batches")
-    mini = keys.get(A + "ppo_mini_batch_size", 256)
-    set_mini_batches(out, prompts, mini, A + "ppo_mini_batch_size, which counts prompts")
+    drawn = keys.get(DRAWN_AT_ONCE)
+    if not (keys.older or fully or selects_groups(keys) or drawn in NOTHING or count(drawn) == prompts):
+        out.notes.append(f"{DRAWN_AT_ONCE}: a step has these {drawn} prompts, and not data.train_batch_size {prompts}")
+        prompts = count(drawn)
+        out.set("batch.prompts_per_step", prompts, DRAWN_AT_ONCE)
+    _mini_batches(keys, out, prompts)
     chunked = [key for key in CHUNKED if keys.truth(key, False)]
     if chunked:
         out.set("model.logits_chunk_tokens", CHUNK, chunked[0])
@@ -500,6 +449,52 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     longest = -(-longest // slices_of(keys))
     dynamic = keys.truth(A + "use_dynamic_bsz", False)
     set_micro(keys, out, "actor", A + "ppo_max_token_len_per_gpu", A + "ppo_micro_batch_size_per_gpu", dynamic, longest)
+
+
+def _mini_batches(keys: SourceKeys, out: Translation, prompts: int) -> None:
+    """Sets mini-batches of whole prompts. With `n_agent` prompts are repeated before verl counts them."""
+    name = A + "ppo_mini_batch_size"
+    mini, agents = keys.get(name, 256), keys.get(AGENTS)
+    if agents in NOTHING or count(agents) == 1:
+        set_mini_batches(out, prompts, mini, name + ", which counts prompts")
+        return
+    out.set("batch.samples_per_prompt", keys.count(R + "n", 1) * count(agents), f"{R}n x {AGENTS}")
+    set_mini_batches(out, prompts * count(agents), mini, f"{name}, which counts samples with {AGENTS}")
+    if "batch.mini_batches_by" in out.settings:
+        out.set("batch.mini_batches_by", "samples", f"{AGENTS}: mini-batches count samples")
+
+
+AGENT = "actor_rollout_ref.agent."
+AGENTS = R + "n_agent"
+"""Samples per prompt of agent stacks. Prompts are repeated before the rollout."""
+TURN, SEEN, TURNS = "data.max_start_length", "data.max_obs_length", "max_turns"
+"""Lengths of the first prompt and of an observation, where the other lengths are those of a turn and a conversation."""
+
+
+def _conversations(keys: SourceKeys, out: Translation) -> None:
+    """Sets lengths and turns of agent stacks.
+
+    With `TURN` and `SEEN` the longest response is that of a turn, and the longest prompt that of the conversation. One
+    more turn answers at the end.
+    """
+    of_agents = TURN in keys and SEEN in keys
+    for masks, default in ((A + "state_masking", not of_agents), (AGENT + "mask_observations", True)):
+        if keys.truth(masks, default):
+            keys.assumed[masks] = True
+        else:
+            out.differs(masks, False, "tokens of observations are trained on there, and never here")
+    limit = keys.get(R + "multi_turn.max_assistant_turns")
+    if limit not in NOTHING and keys.truth(R + "multi_turn.enable", False):
+        out.set("env.max_turns", count(limit), R + "multi_turn.max_assistant_turns")
+    if not of_agents:
+        return
+    of_turn, whole = out.get("rollout.sampling.max_response_tokens"), out.get("data.max_prompt_tokens")
+    out.set("data.max_prompt_tokens", keys.count(TURN), TURN)
+    out.set("rollout.sampling.max_response_tokens", whole, "data.max_prompt_length: all turns and observations")
+    out.set("env.max_turn_tokens", of_turn, "data.max_response_length: one turn")
+    if TURNS in keys:
+        out.set("env.max_turns", keys.count(TURNS) + 1, f"{TURNS}, and the answer")
+    out.differs(SEEN, keys.get(SEEN), "turns come from an environment here: env.function", ENVIRONMENT)
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -593,16 +588,28 @@ def _lengths(keys: SourceKeys, out: Translation) -> None:
             out.differs(R + name, given, f"{here} is {out.get(here)}; expected one length")
 
 
-def _data(keys: SourceKeys, out: Translation) -> None:
+def _rows(keys: SourceKeys, out: Translation) -> None:
+    """Sets the rows of the training files."""
     out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
+    if not keys.truth("data.apply_chat_template", True):
+        out.set("data.chat_template", "never", "data.apply_chat_template, a key of trees changed by their users")
     overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
     if overlong:
         out.set("data.on_bad_row", "skip", "data.filter_overlong_prompts, data.truncation: longer prompts are left out")
     if keys.get("data.truncation", "error") in ("left", "right", "middle"):
         out.leave("data.truncation", keys.get("data.truncation"), "longer prompts are left out, not cut")
+    if SHUFFLED in keys:
+        out.set("data.shuffle", keys.truth(SHUFFLED), SHUFFLED)
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    for name in ("path", "name"):
+        if (own := keys.get(f"data.custom_cls.{name}")) not in NOTHING:
+            out.differs(f"data.custom_cls.{name}", own, "rows are read from files here, by no class of yours", ATTACHED)
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    _rows(keys, out)
     _lengths(keys, out)
     variables = keys.under("data.apply_chat_template_kwargs.")
     if variables:
@@ -625,6 +632,10 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     if rows not in NOTHING and count(rows) > 0:
         data["max_rows"] = count(rows)
     set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
+
+
+SHUFFLED = "data.shuffle_train_dataloader"
+"""Name of data.shuffle in forks of verl."""
 
 
 def _tokenizers(keys: SourceKeys, out: Translation) -> None:
@@ -657,6 +668,10 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
 
 def _records(keys: SourceKeys, out: Translation) -> None:
     mode, path = keys.get("trainer.resume_mode", "auto"), keys.get("trainer.resume_from_path")
+    if keys.truth("trainer.remove_previous_ckpt_in_save", False):
+        out.set("checkpoint.keep", 1, "trainer.remove_previous_ckpt_in_save")
+    if keys.truth("trainer.val_only", False):
+        out.differs("trainer.val_only", True, "it evaluates and trains nothing; here launch/evaluate.py does that")
     if mode == "disable":
         out.set("checkpoint.resume", "none", "trainer.resume_mode")
     elif mode == "resume_path" and path not in NOTHING:

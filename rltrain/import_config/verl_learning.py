@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from rltrain.config.foreign import ACTOR, ROLLOUT, Pair
+from rltrain.import_config.influence import ENVIRONMENT, REWARD
 from rltrain.import_config.shared_rules import (
     megatron_options,
     set_adapters,
@@ -31,6 +32,7 @@ from rltrain.import_config.translation import (
     take_rewards,
     truth,
 )
+from rltrain.import_config.verl_trees import file_of_tree, set_selected_reward
 
 # Rollout correction: weights and masks for tokens from other weights or other arithmetic.
 
@@ -261,8 +263,22 @@ def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
         keys.get("algorithm." + key)
 
 
+SELECTING = "main_dapo"
+"""The only program of verl that selects groups of samples."""
+
+
+def selects_groups(keys: SourceKeys) -> bool:
+    """Returns whether the program selects groups. A config without a program is taken for one that does."""
+    return keys.truth("algorithm.filter_groups.enable", False) and keys.text("-m", SELECTING).endswith(SELECTING)
+
+
 def _set_selection(keys: SourceKeys, out: Translation) -> None:
-    if keys.truth("algorithm.filter_groups.enable", False):
+    if keys.truth("algorithm.filter_groups.enable", False) and not selects_groups(keys):
+        out.leave("algorithm.filter_groups.enable", True, f"only verl's program {SELECTING} reads it")
+        out.notes.append(
+            f"algorithm.filter_groups: only {SELECTING} reads it. Set batch.dynamic_sampling to select here"
+        )
+    elif selects_groups(keys):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "algorithm.filter_groups.enable")
         most = keys.count("algorithm.filter_groups.max_num_gen_batches", 0)
         size = count(keys.get("data.gen_batch_size") or out.get("batch.prompts_per_step"))
@@ -319,7 +335,7 @@ def is_older(keys: SourceKeys, out: Translation) -> bool:
     There the penalty is in the reward unless it is in the loss. Nothing bounds the loss of negative advantages, and
     the entropy has the coefficient 0.001.
     """
-    given, tree = keys.get(VERSIONS), keys.file(TREE)
+    given, tree = keys.get(VERSIONS), file_of_tree(keys.folder, TREE)
     if given not in NOTHING:
         older, why = _is_before_0_4(str(given)), f"{VERSIONS} {given}"
     elif tree is not None:
@@ -389,7 +405,11 @@ def set_older_defaults(keys: SourceKeys, out: Translation) -> None:
     if A + "clip_ratio_c" not in keys:
         out.settings.pop("loss.dual_clip", None)
     if A + "entropy_coeff" not in keys:
-        out.set("loss.entropy_coef", 0.001, A + "entropy_coeff, default before 0.4")
+        out.set(
+            "loss.entropy_coef",
+            keys.tree.defaults.get(A + "entropy_coeff", 0.001),
+            A + "entropy_coeff, default before 0.4",
+        )
     keys.assumed[A + "entropy_coeff"] = 0.001
 
 
@@ -465,7 +485,8 @@ MANAGERS = ("naive", "dapo", "prime", "batch", "rate_limited")
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
     """Sets reward functions, a reward model, and penalties."""
-    manager_key, manager = keys.first("reward.reward_manager.name", *MANAGER_KEYS, default="naive")
+    usual = "dapo" if keys.text("-m", "").endswith(SELECTING) else "naive"
+    manager_key, manager = keys.first("reward.reward_manager.name", *MANAGER_KEYS, default=usual)
     path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
     function = None if path in NOTHING else f"{path}:{name}"
@@ -476,16 +497,20 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         _set_parts(keys, out, function)
     elif function is not None:
         out.set("reward.function", function, "custom_reward_function.path, .name")
+        options = keys.under("custom_reward_function.reward_kwargs.")
+        options |= keys.under("reward.custom_reward_function.reward_kwargs.")
+        if options:
+            out.set("reward.options", options, "custom_reward_function.reward_kwargs")
     else:
-        out.set("reward.function", "math", "verl selects it by data_source; here answers are compared as mathematics")
+        set_selected_reward(keys, out)
     if manager not in (*MANAGERS, "gdpo"):
-        out.differs(manager_key, manager, "your own manager becomes a reward function here")
+        out.differs(manager_key, manager, "your own manager becomes a reward function here", REWARD)
     elif manager_key in keys:
         out.leave(manager_key, manager, "it only calls the reward functions")
     _set_penalty(keys, out, manager)
     if keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False):
         key = "actor_rollout_ref.rollout.multi_turn.enable"
-        out.differs(key, True, "turns come from an environment here: env.function")
+        out.differs(key, True, "turns come from an environment here: env.function", ENVIRONMENT)
 
 
 def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None:
@@ -524,6 +549,10 @@ def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None
     out.set("reward_model.parallel.tp", tp, MODEL + "rollout.tensor_model_parallel_size")
 
 
+WITH_PENALTY = ("seq_reward", "seq_final_reward")
+"""Metrics that select groups, with the penalty for long responses."""
+
+
 def _set_penalty(keys: SourceKeys, out: Translation, manager: Any) -> None:
     """Sets the penalty for long responses. In verl only the reward manager `dapo` has it."""
     buffer: dict[str, Any] = {}
@@ -542,6 +571,10 @@ def _set_penalty(keys: SourceKeys, out: Translation, manager: Any) -> None:
     if active and manager == "dapo":
         tokens, factor = (buffer.get(name, ("", None))[1] for name in ("len", "penalty_factor"))
         set_overlong_penalty(out, tokens, 1.0 if factor is None else factor, buffer["enable"][0] + "*")
+        metric = keys.get("algorithm.filter_groups.metric")
+        if selects_groups(keys) and metric in WITH_PENALTY:
+            reason = "rewards without the penalty for long responses select groups here, like acc"
+            out.differs("algorithm.filter_groups.metric", metric, reason)
         keys.assumed |= {section + "penalty_factor": 1.0 for section, _ in buffer.values()}
         for name in {*buffer} - {"enable", "len", "penalty_factor"}:
             out.leave(buffer[name][0] + name, buffer[name][1], "logs only")

@@ -68,6 +68,8 @@ class InSGLang:
     """True if its attention heeds windows."""
     needs_gpu: bool = False
     """True if its class computes only on GPUs."""
+    fp8: bool = True
+    """False if its loader drops the scales of FP8 blocks."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that SGLang reads and transformers leaves out, with the values of this family. None follows
     from the model."""
@@ -232,7 +234,7 @@ FAMILIES = {
         partial_rotary=1.0,
         rope_kinds=("default", "longrope"),
         original_positions=4096,
-        sglang=InSGLang(config={PARTIAL_ROTARY: None}),
+        sglang=InSGLang(fp8=False, config={PARTIAL_ROTARY: None}),
     ),
     "glm4": Family(
         GLM4,

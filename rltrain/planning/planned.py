@@ -8,14 +8,14 @@ from math import ceil, lcm, prod
 
 from rltrain.config.schema import Config, SharePrefixes
 from rltrain.errors import ConfigError
-from rltrain.models import Architecture, canonical_tensors, element_types
+from rltrain.models import Architecture
 from rltrain.models.checkpoint_model import local_mechanisms
 from rltrain.models.experts import is_expert
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
-from rltrain.models.table import ITEM_BYTES, item_bytes
+from rltrain.models.table import item_bytes
 from rltrain.models.vision import Grid as ImageGrid
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
-from rltrain.rollout.layout import by_names, engine_layout, engine_of, staging_bytes
+from rltrain.rollout.layout import by_names, engine_by_names, engine_layout, engine_of, staging_bytes
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import Placement, group_lists, role_grids
 from rltrain.schedule.iterations import steady_order
@@ -212,8 +212,7 @@ def largest_parameter_bytes(
 ) -> int:
     """Returns the bytes of the largest parameter on a rank of an engine, or of the largest tensor of a checkpoint."""
     if of_checkpoint:
-        sizes = canonical_tensors(architecture).matrix_shapes.prod(axis=1)
-        return int((sizes * ITEM_BYTES[element_types(architecture, dtype)]).max())
+        return engine_by_names(architecture, Grid((0,)), dtype=dtype, fp8=fp8).largest_bytes(0)
     return engine_of(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep), dtype=dtype, fp8=fp8).largest_bytes(0)
 
 
@@ -359,8 +358,7 @@ class PlannedJob:
     def in_transfer_bytes_of(self, role: str) -> int:
         """Returns the bytes of weights on their way to a server at once: staging_mb, or the largest parameter."""
         served, grid, architecture = self.config.served(role), self.grids[role], self.architectures[role]
-        of_checkpoint = served.engine == "http" or by_names(architecture)
-        is_fp8 = served.dtype == "fp8" and not of_checkpoint
+        of_checkpoint, is_fp8 = served.engine == "http" or by_names(architecture), served.dtype == "fp8"
         largest = largest_parameter_bytes(
             architecture, grid.tp, self.config.model.dtype, is_fp8, grid.ep, of_checkpoint=of_checkpoint
         )

@@ -81,10 +81,15 @@ def _apart_problems(config: Config) -> Iterator[str]:
     if config.model.lora is None:
         yield "weight_sync.adapters: got apart without model.lora; expected merged, because there are no adapters"
         return
-    if config.rollout.engine == "http":
+    if config.rollout.engine == "http" and config.rollout.http.weights != "folder":
         yield (
-            "weight_sync.adapters: got apart with rollout.engine http, whose servers get merged weights; expected "
-            "merged, or rollout.engine: embedded or sglang"
+            f"weight_sync.adapters: got apart with rollout.http.weights {config.rollout.http.weights}, but servers at "
+            "URLs load adapters from files; expected merged, or rollout.http.weights: folder"
+        )
+    if config.rollout.engine == "http" and config.rollout.protocol == "openai":
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine http and rollout.protocol openai, whose servers get "
+            "merged weights; expected merged, or servers of SGLang or vLLM"
         )
     if config.weight_sync.delta is not None:
         yield (
@@ -120,22 +125,24 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
 
 
 def _served_tower_problems(config: Config, lora: Lora) -> Iterator[str]:
-    if lora.vision and config.rollout.engine == "sglang" and config.keeps_adapters_apart("rollout"):
+    engine = config.rollout.engine
+    if lora.vision and engine != "embedded" and config.keeps_adapters_apart("rollout"):
         yield (
-            "weight_sync.adapters: got apart with rollout.engine sglang and model.lora.vision, but SGLang adapts only "
-            "the language model; expected merged, or rollout.engine: embedded"
+            f"weight_sync.adapters: got apart with rollout.engine {engine} and model.lora.vision, but its servers "
+            "adapt only the language model; expected merged, or rollout.engine: embedded"
         )
 
 
 def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:
-    if config.rollout.engine != "sglang" or not config.keeps_adapters_apart("rollout") or model.moe is None:
+    engine = config.rollout.engine
+    if engine == "embedded" or not config.keeps_adapters_apart("rollout") or model.moe is None:
         return
     sparse = adapters_of(adaptable_table(model), lora.targets).sparse
     if sparse is not None and sparse.experts:
         yield (
-            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which is untested "
-            "with SGLang's kernels; expected merged, or rollout.engine: embedded, or model.lora.targets of attention "
-            "only"
+            f"weight_sync.adapters: got apart with rollout.engine {engine} and adapters of experts, which is untested "
+            "with the kernels of its servers; expected merged, or rollout.engine: embedded, or model.lora.targets of "
+            "attention only"
         )
 
 
@@ -207,8 +214,12 @@ def _alternates(architecture: Architecture) -> bool:
 def _named_weights_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
     """Yields the problems of weights that SGLang's own loader puts in place, by names of the checkpoint."""
     served, family = config.served(role), f"a model of {architecture.family}, whose weights SGLang's own loader takes"
-    if served.dtype == "fp8":
-        yield f"{role}.dtype: got fp8 with {role}.engine sglang and {family} unquantised; expected auto, or embedded"
+    in_sglang = FAMILIES[architecture.family].sglang
+    if served.dtype == "fp8" and in_sglang and not in_sglang.fp8:
+        yield (
+            f"{role}.dtype: got fp8 with {role}.engine sglang and a model of {architecture.family}, whose loader in "
+            "SGLang drops the scales of FP8 blocks; expected auto, or embedded"
+        )
     if config.keeps_adapters_apart(role):
         yield (
             f"weight_sync.adapters: got apart with {role}.engine sglang and {family} merged; expected merged, or "

@@ -19,7 +19,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.shape import RunShape
 from rltrain.training.backend import training_backend
-from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED, SKIPPED, RoleModel
+from rltrain.training.trainable import LOSS_SCALE, OVERFLOWED, RATIO, SKIPPED, TOO_FAR, RoleModel
 
 # A step's samples on one replica of a trained role. They come in chunks and are used in mini-batches.
 
@@ -80,7 +80,7 @@ def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = froz
         summary[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         if name in first_only:
             summary[name] = values[0]
-    counts = (name for name in (SKIPPED, OVERFLOWED) if name in made[0])
+    counts = (name for name in (SKIPPED, OVERFLOWED, TOO_FAR) if name in made[0])
     return summary | {name: sum(update[name] for update in updates) for name in counts}
 
 
@@ -199,7 +199,14 @@ class TrainedRole(Role):
                 "the loss scale, now %g (%s.optimizer.loss_scale)",
                 *(step, overflowed, self.name, len(updates), updates[-1][LOSS_SCALE], self.name),
             )
-        skipped = sum(bool(update[SKIPPED]) for update in updates) - overflowed
+        far = [update[RATIO] for update in updates if update.get(TOO_FAR)]
+        if far:
+            logger.warning(
+                "step %d: %d of the %s's %d optimizer steps had a mean ratio up to %g and changed nothing "
+                "(on_divergence.max_ratio %g)",
+                *(step, len(far), self.name, len(updates), max(far), self.config.on_divergence.max_ratio),
+            )
+        skipped = sum(bool(update[SKIPPED]) for update in updates) - overflowed - len(far)
         if skipped:
             logger.warning(
                 "step %d: %d of the %s's %d optimizer steps had a loss or a gradient norm that was not finite, and "

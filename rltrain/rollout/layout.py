@@ -60,13 +60,6 @@ def by_names(architecture: Architecture) -> bool:
     return architecture.family in BY_NAMES_IN_SGLANG
 
 
-def whole_tensors_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
-    """Returns the layout of weights for SGLang's own loader: whole tensors of the checkpoint, each on one rank of every
-    engine. The server's ranks exchange them."""
-    layout = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype)
-    return replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
-
-
 @dataclass(frozen=True, eq=False)
 class EnginePart:
     """Some parameters of a role's engines. `quantized` [tensors] marks the tensors of `plain` held in FP8."""
@@ -107,16 +100,19 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
     """Returns everything held by a role's engines. For servers at URLs, returns everything passed to its ranks."""
     served = config.served(role)
     if served.engine == "http":
-        is_shared = served.http.weights == "folder"
-        plain = hf_layout(architecture, grid.ranks if is_shared else grid.ranks[:1], dtype=config.model.dtype)
-        if not is_shared:
-            plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
+        if served.http.weights == "folder":
+            plain = hf_layout(architecture, grid.ranks, dtype=config.model.dtype)
+        else:
+            plain = _whole_on_every_rank(architecture, grid, config.model.dtype)
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     is_sglang = served.engine == "sglang"
     if is_sglang and by_names(architecture):
-        plain = whole_tensors_layout(architecture, grid, dtype=config.model.dtype)
-        return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
+        return engine_by_names(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8", sglang=is_sglang)
+
+
+def _whole_on_every_rank(architecture: Architecture, grid: Grid, dtype: str) -> Layout:
+    return replace(hf_layout(architecture, grid.ranks[:1], dtype=dtype), ranks=grid.ranks, parts=(0,) * len(grid.ranks))
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool, sglang: bool = False) -> EnginePart:
@@ -126,14 +122,27 @@ def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool, 
     return EnginePart(plain, in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
+def engine_by_names(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
+    """Returns the weights for SGLang's own loader: whole tensors of a checkpoint, with `fp8` of one in FP8 with scales.
+
+    Each is on one rank of every engine. The server's ranks exchange them.
+    """
+    layout, in_fp8 = hf_layout(architecture, tuple(range(grid.tp)), dtype=dtype), quantizable_tensors(architecture)
+    plain = replace(layout, ranks=grid.ranks, parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks))
+    return EnginePart(plain, in_fp8 if fp8 else np.zeros_like(in_fp8))
+
+
 def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
     """Returns the separate low-rank adapters held by a role's engines. `architecture` is the architecture of the
     model."""
     lora = config.model.lora
     assert lora is not None, "only a model with adapters can keep them separate"
     adapted = architecture.adapted(lora.rank, lora.targets, vision=lora.vision)
-    is_sglang = config.served(role).engine == "sglang"
-    plain = engine_layout(adapted, grid, dtype=config.model.dtype, sglang=is_sglang)
+    engine, dtype = config.served(role).engine, config.model.dtype
+    if engine == "http":
+        plain = _whole_on_every_rank(adapted, grid, dtype)
+    else:
+        plain = engine_layout(adapted, grid, dtype=dtype, sglang=engine == "sglang")
     return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
 
 

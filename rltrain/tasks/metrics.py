@@ -48,6 +48,7 @@ UPDATE = (
     Metric("train/pg_clipfrac", "fraction", "response tokens with a clipped ratio, if loss.policy clips"),
     Metric("train/dual_clipfrac", "fraction", "response tokens with a ratio limited to loss.dual_clip"),
     Metric("train/covariance_tokens", "fraction", "response tokens chosen by loss.policy clip_cov or kl_cov"),
+    Metric("train/ratio", "", "mean ratio of current to old probability over response tokens"),
     Metric("train/ratio_max", "", "largest ratio of current to old probability"),
     Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, if a reference is placed"),
     Metric("train/teacher_kl", "nats", "KL to the teacher if one is placed, by estimator k3 or over teacher.top_k"),
@@ -63,7 +64,8 @@ UPDATE = (
     Metric("train/fresh_kl", "nats", "KL of the actor from the engine on these, estimator k3; checks.max_kl"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
-    Metric("train/skipped_updates", "", "optimizer steps skipped because the loss or gradient norm was not finite"),
+    Metric("train/skipped_updates", "", "optimizer steps skipped because a loss, norm or ratio was out of bounds"),
+    Metric("train/far_updates", "", "skipped steps with a mean ratio above on_divergence.max_ratio"),
     Metric("train/loss_scale", "", "loss scale of actor.optimizer.loss_scale after the step, with model.dtype float16"),
     Metric("train/overflowed_updates", "", "skipped steps that a smaller loss scale may save"),
     Metric("train/long_rows", "rows", "rows of data.train left out or cut by data.on_long_row"),
@@ -149,6 +151,19 @@ GENERATE = (
         "rollout/kv_evictions",
         "samples",
         "conversations that lost their keys and values between two turns for lack of room, on the same engine",
+    ),
+    Metric(
+        "rollout/context_tokens",
+        "tokens",
+        "tokens that samples and turns began with, without the last: the three below and kv_reused_tokens; with the "
+        "embedded engine, on the same engine",
+    ),
+    Metric("rollout/context_computed_tokens", "tokens", "those that the engine computed"),
+    Metric("rollout/context_group_tokens", "tokens", "those taken from another sample of the same prompt"),
+    Metric(
+        "rollout/context_prefix_tokens",
+        "tokens",
+        "those taken from other prompts that begin alike, with rollout.kv_cache_gb",
     ),
     Metric(
         "images/engine_encoded",

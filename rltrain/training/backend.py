@@ -108,6 +108,8 @@ class TrainingBackend(ABC):
         model = self.build(site, lora, trains=trains)
         model.on_micro_batch = site.on_micro_batch
         model.share_prefixes, obstacle = site.config.share_prefixes_of(site.role), model.obstacle_to_sharing
+        if obstacle is None and trains and model.architecture.predicts and model.share_prefixes is True:
+            obstacle = "the layer of model.mtp takes the next token, which differs between samples"
         if obstacle is None:
             return model
         if model.share_prefixes is True:
@@ -142,8 +144,14 @@ class TrainingBackend(ABC):
             site.load_weights(model.layout, model.weights)
         if state is None and lora:
             begin_adapters(model.learned_layout, rank, model.learned, lora, site.config.seed)
-        max_skipped = site.config.on_divergence.max_skipped
-        trained = self.trained(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=site.role)
+        limits = site.config.on_divergence
+        trained = self.trained(
+            *(model, settings),
+            total_updates=total_updates,
+            max_skipped=limits.max_skipped,
+            max_ratio=limits.max_ratio if site.role == "actor" else None,
+            role=site.role,
+        )
         if state is not None:
             trained.load_state(state)
         return trained

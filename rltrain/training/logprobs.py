@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -372,12 +372,13 @@ class PackedModel(ABC):
         vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
         return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
 
-    def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+    def micro_batches(self, experience: Experience, max_tokens: int, *, may_share: bool = True) -> list[MicroBatch]:
         """Splits `experience` into micro-batches of at most `max_tokens` on each rank of context parallelism.
 
-        Collective over: the ranks of `packing.together`.
+        Without `may_share` samples have rows of their own. Collective over: the ranks of `packing.together`.
         """
-        return make_micro_batches(experience, max_tokens, self.packing)
+        packing = self.packing if may_share else replace(self.packing, prefixes=False)
+        return make_micro_batches(experience, max_tokens, packing)
 
     @property
     def learned_layout(self) -> Layout:

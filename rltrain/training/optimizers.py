@@ -1,5 +1,6 @@
 """AdamW and Muon for one model's parameters, on the device or on the host."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -526,3 +527,19 @@ def _flat(tensor: Tensor) -> Tensor:
 def _gradient(key: Tensor) -> Tensor:
     assert key.grad is not None, "every parameter has a gradient in every step"
     return key.grad.view(-1)
+
+
+# The learning rate per optimizer step.
+
+
+def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -> float:
+    """Returns the learning rate of optimizer step `update` (from 0) of `total_updates`. It rises linearly and reaches
+    `settings.lr` with the last warm-up step. Then it is constant or falls. It would reach `settings.min_lr` one step
+    after the last."""
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return settings.lr
+    progress = min(1.0, (update - settings.warmup_steps) / max(1, total_updates - settings.warmup_steps))
+    remaining = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.min_lr + (settings.lr - settings.min_lr) * remaining

@@ -28,7 +28,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import MadeWeights
 from rltrain.training.fake_quantization import rounded_weights
 from rltrain.training.logprobs import OBJECTIVES, PackedModel, likeliest_tokens, squared_probabilities
-from rltrain.training.optimizers import ADAM_STATES, MUON_STATES
+from rltrain.training.optimizers import ADAM_STATES, MUON_STATES, learning_rate
 from rltrain.training.packing import MicroBatch
 from rltrain.training.shards import within
 
@@ -187,6 +187,9 @@ SKIPPED = "skipped_updates"
 """Metric of an optimizer step: 1 if the step was skipped because its loss or gradient norm was not finite, else 0."""
 SHARED_TOKENS = "shared_tokens_ratio"
 """Metric of an optimizer step: the share of tokens that were computed with another sample's."""
+RATIO, TOO_FAR = "ratio", "far_updates"
+"""Metrics of a policy's optimizer step: the mean ratio of present to old probability, and 1 if the step was skipped
+because of it, else 0. Such a step is also among SKIPPED."""
 LOSS_SCALE, OVERFLOWED = "loss_scale", "overflowed_updates"
 """Metrics of an fp16 model's optimizer step: the loss scale after it, and 1 or 0 for an overflow of the gradients. An
 overflow is also among SKIPPED. A smaller loss scale may avoid it."""
@@ -270,22 +273,6 @@ def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
     """Returns the rows as one tensor, fp64 [rows, columns]."""
     values = [value.detach().to(device, torch.float64) for row in rows for value in row]
     return torch.stack(values).view(len(rows), -1)
-
-
-# The learning rate per optimizer step.
-
-
-def learning_rate(settings: schema.Optimizer, update: int, total_updates: int) -> float:
-    """Returns the learning rate of optimizer step `update` (from 0) of `total_updates`. It rises linearly and reaches
-    `settings.lr` with the last warm-up step. Then it is constant or falls. It would reach `settings.min_lr` one step
-    after the last."""
-    if update < settings.warmup_steps:
-        return settings.lr * (update + 1) / settings.warmup_steps
-    if settings.decay == "constant":
-        return settings.lr
-    progress = min(1.0, (update - settings.warmup_steps) / max(1, total_updates - settings.warmup_steps))
-    remaining = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return settings.min_lr + (settings.lr - settings.min_lr) * remaining
 
 
 # Copies of a training state, made while training continues. They must be finished before the state changes.
@@ -422,12 +409,14 @@ class TrainedModel(RoleModel):
         *,
         total_updates: int,
         max_skipped: int = 0,
+        max_ratio: float | None = None,
         role: str = "actor",
     ) -> None:
-        """Builds the optimizer. The learning rate decays over `total_updates`. `role` is for messages. Collective over:
-        the role's ranks."""
+        """Builds the optimizer. The learning rate decays over `total_updates`. Steps with a mean ratio above
+        `max_ratio` are skipped. `role` is for messages. Collective over: the role's ranks."""
         super().__init__(model)
         self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
+        self.max_ratio = max_ratio
         self.total_updates, self.num_updates = total_updates, 0
         self.groups = model.pg_collection
         self.parts = {**self.parts, **self.make_optimizer()}
@@ -497,7 +486,8 @@ class TrainedModel(RoleModel):
         mini-batch, equal on all ranks. With fp16 also LOSS_SCALE and OVERFLOWED.
 
         A mini-batch without response tokens counts as a step but changes no weights. If the loss or the gradient norm
-        is not finite, the step is skipped. It counts too, but changes neither weights nor optimizer state.
+        is not finite, or the mean ratio too large, the step is skipped. It counts too, but changes neither weights nor
+        optimizer state.
 
         Raises before any weight changes, on all ranks: DivergenceError if more steps in a row would be skipped than
         `on_divergence` allows, ConfigError if no rank had a sample. The accumulated gradients are consumed in every
@@ -517,7 +507,8 @@ class TrainedModel(RoleModel):
             self._pending = Pending()
         pending = self._pending
         pending.count(experience)
-        micro_batches = self.model.micro_batches(experience, self.settings.micro_batch_tokens)
+        max_tokens = self.settings.micro_batch_tokens
+        micro_batches = self.model.micro_batches(experience, max_tokens, may_share=self.may_share)
         pending.num_rows += sum(batch.num_computed_tokens for batch in micro_batches)
         with self._drawing(pending.num_parts):
             pending.outputs += self.backward(micro_batches, loss_function, temperature, is_whole=is_whole)
@@ -545,14 +536,18 @@ class TrainedModel(RoleModel):
         divisor = metrics.pop(DIVISOR)
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
         is_skipped, norm, overflowed = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan, False
-        if not is_skipped:
+        is_too_far = not is_skipped and self.max_ratio is not None and metrics.get(RATIO, 0.0) > self.max_ratio
+        if is_too_far:
+            is_skipped = True
+        elif not is_skipped:
             self.late.settle()
             norm, overflowed = self.update(divisor, rate) if divisor else (0.0, False)
             is_skipped = not math.isfinite(norm)
         self.num_updates += 1
-        if not overflowed:
+        if not (overflowed or is_too_far):
             self.skipped.count(is_skipped=is_skipped)
         told = {"grad_norm": norm, "lr": rate, SKIPPED: float(is_skipped)}
+        told |= {} if self.max_ratio is None else {TOO_FAR: float(is_too_far)}
         return {**metrics, **told, **self.scale_metrics(overflowed=overflowed)}
 
     @abstractmethod
@@ -566,6 +561,11 @@ class TrainedModel(RoleModel):
         """Adds the gradients of micro-batches of a whole mini-batch or a part of it. Returns the outputs kept by
         `loss_of` for each micro-batch with samples, on the ranks of the last pipeline stage. Collective over: the ranks
         of `accumulate`."""
+
+    @property
+    def may_share(self) -> bool:
+        """Whether samples may share rows in training."""
+        return True
 
     @property
     def ends_here(self) -> bool:

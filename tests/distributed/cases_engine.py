@@ -13,7 +13,7 @@ from rltrain.rollout.embedded.block_cache import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.runtime.grid import Grid
-from tests.support.rollout_models import load_engine, ragged_requests
+from tests.support.rollout_models import load_engine, ragged_requests, requests_of_one_system
 
 SAMPLINGS = (
     SamplingParams(0.0, 1.0, 0, 8, (3,)),
@@ -25,7 +25,8 @@ SAMPLINGS = (
 def engine_completions(
     path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None, *, interrupted: bool = False
 ) -> list[dict[str, list[Any] | str]]:
-    """Returns completions of every sampling mode and of conversations, with fewer slots than requests.
+    """Returns completions of every sampling mode, of conversations, and of prompts that begin alike, with fewer slots
+    than requests.
 
     With `interrupted` generation is suspended, in a tight KV budget that differs between ranks.
     """
@@ -38,13 +39,16 @@ def engine_completions(
         completions = draw(engine, sampling)
         if sampling is SAMPLINGS[-1]:
             completions += converse(engine, sampling, kept=interrupted)
+            completions += engine.generate(requests_of_one_system(4, 2, system_tokens=9), sampling)
         results += [
             {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "status": int(done.status)}
             | ({"experts": done.routing.experts.tolist()} if done.routing is not None else {})
             for done in completions
         ]
     metrics = engine.cache_metrics()
-    assert not interrupted or metrics["rollout/preemptions"] > 0 < metrics["rollout/kv_reused_tokens"]
+    if interrupted:
+        assert metrics["rollout/preemptions"] > 0 < metrics["rollout/kv_reused_tokens"]
+        assert metrics["rollout/context_prefix_tokens"] > 0
     return results
 
 

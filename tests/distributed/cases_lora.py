@@ -3,17 +3,25 @@
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.checkpoint.peft_files import save_adapters
 from rltrain.config.models import Lora
 from rltrain.data.experience import Experience
+from rltrain.offload.memory_parts import MemoryPart
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.layout import Layout
+from rltrain.roles.weight_sync import WeightSyncTask
+from rltrain.rollout.layout import by_names, engine_parts
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.heartbeat import TaskClock
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.megatron.backend import TrainableModel
@@ -21,6 +29,7 @@ from rltrain.training.megatron.model import LanguageModel, add_adapters
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_model, negative_log_likelihood, share_of
 from tests.support.packed_experience import plain_experience
+from tests.support.schedule_configs import make_config
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 from tests.support.trained_models import groups_on, in_training, load_experience, summed_gradients, write_state
 
@@ -36,6 +45,8 @@ FAMILIES = {
     "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp2",)),
 }
 """Targets and layouts of other families."""
+QUICK_FAMILY, QUICK_TARGETS, QUICK_LAYOUT = "phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "tp2"
+"""A family whose weights SGLang's own loader takes. Its checkpoints have fused matrices."""
 QUICK_TRAINED, SLOW_TRAINED = ("tp1", "tp2_dp2_sp", "tp2_pp2"), ("tp1", "tp4", "pp2_dp2")
 OF_EXPERTS = ("one_rank", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
 BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
@@ -59,6 +70,7 @@ def quick_cases(dense: str, folder: str) -> dict[str, Any]:
     """Returns this rank's checks of a dense model, by name."""
     groups = _groups()
     results = _of_family("qwen3", TARGETS, FROM_PEFT, groups, Path(folder))
+    results |= _of_family(QUICK_FAMILY, QUICK_TARGETS, [QUICK_LAYOUT], groups, Path(folder))
     results |= {f"trained/{layout}": _train(Path(dense), layout, groups) for layout in QUICK_TRAINED if _joins(layout)}
     results["resumed"] = _resume(Path(dense), groups, Path(folder))
     results |= _by_backend("backend", Path(dense), LORA, BACKENDS, groups, Path(folder))
@@ -128,7 +140,57 @@ def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folde
     for name, tensors in (("adapters", model.adapted.parameters), ("gradients", gradients)):
         save_adapters(folder / name, tensors, *of_adapters, **everyone, base=str(path))
     save_checkpoint(folder / "merged", model.published, model.layout, architecture, **everyone, like=path, made_bytes=1)
+    if by_names(architecture):
+        _sync_by_names(model, path, lora, GRIDS[layout], groups, folder)
     return {"logprobs": logprobs.tolist()}
+
+
+class Received:
+    """An engine that only keeps what a sync gives it: whole tensors of the checkpoint."""
+
+    policy_version: int | None = None
+    num_restarts = 0
+
+    def __init__(self, parts: Sequence[Layout]) -> None:
+        self.parts, self.tensors = parts, dict[str, torch.Tensor]()
+
+    def begin_update(self) -> None:
+        """Does nothing."""
+
+    def incoming(self, part: int, *, is_kept: bool) -> dict[str, torch.Tensor]:
+        arriving = allocate_parameters(self.parts[part], dist.get_rank())
+        self.tensors |= arriving
+        return arriving
+
+    def arrived(self, part: int) -> None:
+        """Does nothing, because `tensors` has the part."""
+
+    def end_update(self, version: int) -> None:
+        self.policy_version = version
+
+
+def _sync_by_names(
+    model: TrainableModel, path: Path, lora: Lora, grid: Grid, groups: ProcessGroups, folder: Path
+) -> None:
+    """Runs a weight sync of the merged weights for SGLang's own loader, and writes this rank's tensors."""
+    of_model = {"path": str(path), "dtype": "float32", "lora": lora.model_dump()}
+    rollout = {"engine": "sglang", "sglang": {"staging_mb": 0.02}}
+    config, architecture = make_config(model=of_model, rollout=rollout), model.model.architecture
+    engine_grid = Grid(grid.ranks, tp=len(grid.ranks))
+    engine = Received([part.layout for part in engine_parts(config, architecture, engine_grid)])
+    job = SimpleNamespace(
+        config=config,
+        world=SimpleNamespace(rank=dist.get_rank(), ranks_per_node=dist.get_world_size(), device=torch.device("cpu")),
+        heartbeat=SimpleNamespace(task_clock=TaskClock()),
+        grids={"actor": grid, "rollout": engine_grid},
+        groups=groups,
+        architecture=architecture,
+        training_layout=lambda role: model.layout,
+    )
+    parts = {"base": MemoryPart(tuple), "weights": MemoryPart(tuple)}
+    follower: Any = SimpleNamespace(engine=engine, parts=parts)
+    WeightSyncTask(job, SimpleNamespace(model=model), follower)(0, 0)  # type: ignore[arg-type]
+    save_file(engine.tensors, folder / f"synced_{dist.get_rank()}.safetensors")
 
 
 def _train(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan import RankPlan, plan
 from rltrain.reshard.verify import full_gather_sync, verify
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import engine_by_names, engine_layout
 from rltrain.runtime.grid import Grid
 from tests.support.model_shards import (
     PADDING,
@@ -36,6 +36,7 @@ PLACEMENTS = {
     "tp2 dp2 -> tp4, two nodes": (Grid(ALL, tp=2), Grid(ALL, tp=4), 2),
     "tp2 -> tp1 dp2 on another node": (Grid((0, 1), tp=2), Grid((2, 3)), 2),
     "pp2 -> tp2, overlapping": (Grid((1, 2), pp=2), Grid((2, 3), tp=2), 4),
+    "tp4 -> tp2 dp2, by names": (Grid(ALL, tp=4), Grid(ALL, tp=2), 4),
 }
 """Grids of an actor and a rollout; ranks per node."""
 
@@ -128,7 +129,10 @@ def sync(
         return None
     actor = replace(actor, ep=actor.dp if architecture.moe else 1)
     source = megatron_layout(architecture, actor, dtype=str(source_dtype)[6:])
+    by_names = placement.endswith("by names")
     destination = engine_layout(architecture, rollout, dtype=str(destination_dtype)[6:])
+    if by_names:
+        destination = engine_by_names(architecture, rollout, dtype=str(destination_dtype)[6:], fp8=False).plain
     full, held, wanted, expected, blocks = model(architecture, source_dtype), None, None, {}, None
     if rank in source.ranks:
         at = actor.coordinates(rank)
@@ -137,10 +141,11 @@ def sync(
         held = {name: cast(torch.tensor(values), source_dtype) for name, values in shard.items()}
     if rank in destination.ranks:
         place = Place(rollout.tp, rollout.coordinates(rank).tp)
-        shard = engine_shard(architecture, full, place)
+        names = [name for name, _ in destination.on(rank).parameters]
+        shard = {name: full[name] for name in names} if by_names else engine_shard(architecture, full, place)
         expected = {name: cast(cast(torch.tensor(v), source_dtype), destination_dtype) for name, v in shard.items()}
         if fp8:
-            expected |= quantised_shard(architecture, full, place)
+            expected |= quantised_tensors(full, names) if by_names else quantised_shard(architecture, full, place)
         wanted = {name: blank(tensor) for name, tensor in expected.items()}
     if fp8:
         layouts = quantized(source, destination, np.array([in_layer(name) for name in source.tensors.names]))
@@ -151,6 +156,14 @@ def sync(
 
 def in_layer(name: str) -> bool:
     return name.endswith("_proj.weight")
+
+
+def quantised_tensors(full: Tensors, names: list[str]) -> dict[str, Tensor]:
+    """Returns the tensors of layers among `names` as a checkpoint in FP8 has them."""
+    found = {}
+    for name in filter(in_layer, names):
+        found[name], found[f"{name}_scale_inv"] = quantize_blocks(torch.tensor(full[name]))
+    return found
 
 
 def quantised_shard(a: Architecture, full: Tensors, place: Place) -> dict[str, Tensor]:
@@ -213,7 +226,7 @@ CASES = [
     *((list(PLACEMENTS)[3], "qwen2", kind) for kind in KINDS),
     *((placement, "qwen2", "fp32 to fp8") for placement in PLACEMENTS if placement != list(PLACEMENTS)[3]),
     *((placement, "one KV head", "fp32 to fp8") for placement in list(PLACEMENTS)[:2]),
-    *((placement, "experts", "bf16 to fp8") for placement in list(PLACEMENTS)[:4]),
+    *((placement, "experts", "bf16 to fp8") for placement in (*list(PLACEMENTS)[:4], list(PLACEMENTS)[5])),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput, masked_max, masked_sum, token_weights
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
@@ -53,6 +55,8 @@ RECOMPUTED: dict[str, Any] = {
     "one_layer": {"granularity": "full", "layers": 1},
     "modules": {"granularity": "selective", "modules": ["core_attn", "mlp"]},
 }
+MAX_RATIO, FIRST_RATIO = 3.0, 40.0
+"""The limit of the mean ratio, and the ratio of the first replica's tokens."""
 TOO_LARGE = schema.LossScale(initial=2.0**16, window=2, hysteresis=2)
 TOO_SMALL = schema.LossScale(initial=1.0, minimum=1.0)
 NUM_STEPS = 3
@@ -65,7 +69,7 @@ def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
     groups = groups_on(GRIDS.values())
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
-    chosen = (_layouts, _variants, _families) if slow else (_layouts, _failures, _loss_scales)
+    chosen = (_layouts, _variants, _families) if slow else (_layouts, _failures, _far_updates, _loss_scales)
     for case in chosen:
         results |= dict(case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS))
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
@@ -174,6 +178,24 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
         yield f"weights_kept/{layout}", all(map(torch.equal, before, trainable.model.parameters()))
 
 
+def _far_updates(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
+    """Yields steps with a limit of the mean ratio, which only the samples of the first replica exceed."""
+    loss = policy_loss(schema.Loss(old_logprobs="rollout"), max_response_tokens=8)
+    for layout in ("tp2_dp2", "pp2_dp2"):
+        trainable = make_trainable(load_model(paths["qwen3"], layout, groups), max_ratio=MAX_RATIO)
+        experience = share_of(load_experience(paths["qwen3"]), layout)
+        logprobs = trainable.evaluate(experience, max_tokens=ONE_MICRO_BATCH)
+        usual = experience.with_fields(rollout_logprobs=logprobs, advantages=torch.ones(experience.num_tokens))
+        above = math.log(FIRST_RATIO) if GRIDS[layout].coordinates(dist.get_rank()).dp == 0 else 0.0
+        before = [parameter.detach().clone() for parameter in trainable.model.parameters()]
+        steps = [trainable.train_batch(usual.with_fields(rollout_logprobs=logprobs - above), loss) for _ in range(2)]
+        kept = all(map(torch.equal, before, trainable.model.parameters()))
+        steps.append(trainable.train_batch(usual, loss))
+        moved = not all(map(torch.equal, before, trainable.model.parameters()))
+        tokens = int(experience.response_mask.sum())
+        yield f"far/{layout}", {"steps": steps, "kept": kept, "moved": moved, "tokens": tokens, "above": above}
+
+
 def _loss_scales(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Yields steps from a loss scale far too large, in a run that is resumed from its state in the middle."""
     layout, path = "tp2_dp2", paths["qwen3"]
@@ -273,6 +295,7 @@ def make_trainable(
     max_tokens: int = 10_000,
     distributed_optimizer: bool = True,
     loss_scale: schema.LossScale | None = None,
+    max_ratio: float | None = None,
 ) -> TrainableModel:
     optimizer = {"lr": 1e-2, "warmup_steps": 2, "decay": "linear", "weight_decay": 0.1, "loss_scale": loss_scale}
     return in_training(
@@ -281,6 +304,7 @@ def make_trainable(
         max_tokens=max_tokens,
         optimizer={name: value for name, value in optimizer.items() if value},
         distributed_optimizer=distributed_optimizer,
+        max_ratio=max_ratio,
     )
 
 

@@ -108,23 +108,35 @@ BATCHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 
 
 def differences(folder: str, asked: dict[str, list[str]]) -> dict[str, Any]:
-    """Returns the differences from transformers for every kind of model in the layouts `asked` for."""
+    """Returns the differences from transformers for every kind of model in the layouts `asked` for.
+
+    A layout with " x 2" has two copies of each sample.
+    """
     groups = groups_on(way.grid for way in WAYS.values())
     store = open_store(Path(folder), dist.get_rank())
     found = {}
     for kind, names in asked.items():
         for name in names:
-            if dist.get_rank() in WAYS[name].grid.ranks:
-                found[f"{kind}/{name}"] = _differences(Path(folder, kind), name, groups, store)
+            if dist.get_rank() in WAYS[name.partition(" x ")[0]].grid.ranks:
+                way, _, copies = name.partition(" x ")
+                found[f"{kind}/{name}"] = _differences(Path(folder, kind), way, groups, store, int(copies or 1))
     return found
 
 
-def _differences(folder: Path, name: str, groups: ProcessGroups, store: ImageStore) -> dict[str, Any]:
+def _differences(folder: Path, name: str, groups: ProcessGroups, store: ImageStore, copies: int = 1) -> dict[str, Any]:
+    """Returns the differences from transformers. With several `copies` of each sample, they share all rows."""
     trained, samples = _trained(folder, name, groups, store, distributed_optimizer=False), _share(name)
+    if copies > 1:
+        trained.model.share_prefixes = True
+        samples = samples.select(torch.arange(samples.num_samples).repeat_interleave(copies))
+        batches = trained.model.micro_batches(samples, MAX_TOKENS)
+        assert sum(batch.num_computed_tokens for batch in batches) < 0.8 * samples.num_tokens, (
+            "short samples share none"
+        )
     expected = load_file(folder / "expected.safetensors")["logprobs"].split(experience_of(SAMPLES).lengths.tolist())
     logprobs = trained.evaluate(samples, max_tokens=MAX_TOKENS)
     of_share = torch.cat([expected[number] for number in samples.sample_ids.tolist()])
-    gradients = gradient_differences(trained, folder / "gradients", samples, summed_logprobs, 1)
+    gradients = gradient_differences(trained, folder / "gradients", samples, summed_logprobs, copies)
     return {
         "logprobs": float((logprobs - of_share).abs().max()),
         "gradients": gradients,

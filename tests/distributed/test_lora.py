@@ -19,6 +19,9 @@ from tests.distributed.cases_lora import (
     LEARNING,
     LORA,
     OF_EXPERTS,
+    QUICK_FAMILY,
+    QUICK_LAYOUT,
+    QUICK_TARGETS,
     QUICK_TRAINED,
     RESUMED,
     SAVED,
@@ -59,11 +62,22 @@ def of_families(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Returns PEFT's results of other families for the same samples, and transformers' results of one with experts."""
     found = {}
     for name, (targets, _) in FAMILIES.items():
-        make_family_checkpoint(name, folder / name)
-        shutil.copy(base / "experience.safetensors", folder / name)
         make = made_with_experts if name == "qwen3_moe" else peft_made
-        found[name] = make(folder / name, folder / f"{name}_peft", targets)
+        found[name] = make(family_base(name, base), folder / f"{name}_peft", targets)
     return found
+
+
+@pytest.fixture(scope="module")
+def of_quick_family(base: Path, folder: Path) -> dict[str, Any]:
+    return peft_made(family_base(QUICK_FAMILY, base), folder / f"{QUICK_FAMILY}_peft", QUICK_TARGETS)
+
+
+def family_base(name: str, base: Path) -> Path:
+    """Writes a checkpoint of a family beside `base`, with the same samples."""
+    path = base.parent / name
+    make_family_checkpoint(name, path)
+    shutil.copy(base / "experience.safetensors", path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +164,7 @@ def matrix_of(held: Mapping[str, Any], a: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def quick_world(base: Path, by_peft: Any, folder: Path) -> Ranks:
+def quick_world(base: Path, by_peft: Any, of_quick_family: Any, folder: Path) -> Ranks:
     return run_case("cases_lora:quick_cases", dense=base, folder=folder)
 
 
@@ -166,7 +180,8 @@ def assert_equal_steps(ranks: Ranks, name: str, expected: list[dict[str, float]]
             assert values == pytest.approx(wanted, rel=RELATIVE, abs=1e-7), f"{name}, step {step}"
 
 
-DENSE = [("qwen3", layout) for layout in FROM_PEFT]
+QUICK = [(QUICK_FAMILY, QUICK_LAYOUT)]
+DENSE = [*(("qwen3", layout) for layout in FROM_PEFT), *QUICK]
 OTHERS = [(name, layout) for name, (_, layouts) in FAMILIES.items() for layout in layouts]
 """Latent attention, layers with norms at their end, and experts."""
 
@@ -175,14 +190,40 @@ OTHERS = [(name, layout) for name, (_, layouts) in FAMILIES.items() for layout i
 def test_log_probs_and_gradients_equal_those_of_peft(
     ranks: Ranks, request: pytest.FixtureRequest, folder: Path, family: str, layout: str
 ) -> None:
-    is_dense = family == "qwen3"
-    expected = request.getfixturevalue("by_peft") if is_dense else request.getfixturevalue("of_families")[family]
+    expected = peft_results(request, family)
     for report in reports(ranks, f"peft/{family}/{layout}"):
         assert (torch.tensor(report["logprobs"]) - expected["logprobs"]).abs().max() <= 2 * CLOSE
     gradients = load_file(folder / family / layout / "gradients" / ADAPTERS)
     assert gradients.keys() == expected["gradients"].keys()
     for name, gradient in gradients.items():
         assert (gradient - expected["gradients"][name]).abs().max() <= CLOSE, name
+
+
+def peft_results(request: pytest.FixtureRequest, family: str) -> dict[str, Any]:
+    quick = {"qwen3": "by_peft", QUICK_FAMILY: "of_quick_family"}
+    if family in quick:
+        return request.getfixturevalue(quick[family])
+    return request.getfixturevalue("of_families")[family]
+
+
+BY_NAMES = [(name, layout) for name, layout in OTHERS if name not in ("llama_biases", "qwen3_moe")]
+
+
+@pytest.mark.parametrize(("family", "layout"), slow_but(QUICK + BY_NAMES, *QUICK))
+def test_a_sync_by_names_brings_sglang_what_peft_merges(
+    ranks: Ranks, request: pytest.FixtureRequest, folder: Path, family: str, layout: str
+) -> None:
+    """SGLang's own loader gets each whole tensor of the checkpoint once, on one rank of the engine."""
+    start, found = load_file(folder / family / "model.safetensors"), dict[str, torch.Tensor]()
+    expected = start | peft_results(request, family)["merged"]  # transformers stacks experts, which have no adapters
+    for path in (folder / family / layout).glob("synced_*.safetensors"):
+        tensors = load_file(path)
+        assert found.keys().isdisjoint(tensors)
+        found |= tensors
+    assert found.keys() == {*canonical_tensors(read_architecture(folder / family)).names}
+    for name, tensor in found.items():
+        assert (tensor - expected[name]).abs().max() <= 1e-6, name
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in found.items()), "adapters are merged"
 
 
 @pytest.mark.parametrize("layout", FROM_PEFT)

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.cases_training import (
     CHUNKED_LOGITS,
+    MAX_RATIO,
     ONE_MICRO_BATCH,
     QUICK_LAYOUTS,
     RECOMPUTED,
@@ -146,6 +147,20 @@ def test_training_in_half_precision_follows_float32(ranks: Ranks, dtype: str, va
             assert values["loss"] == pytest.approx(wanted["loss"], rel=loss)
             assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=grad_norm)
             assert dtype == "bfloat16" or (values["loss_scale"], values["overflowed_updates"]) == (128, 0)
+
+
+@pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
+def test_a_step_too_far_from_the_policy_of_the_samples_is_skipped_by_all_ranks(ranks: Ranks, layout: str) -> None:
+    """Only the samples of one replica are. The mean is over the tokens of both."""
+    found = reports(ranks, f"far/{layout}")
+    of_replicas = {rank["above"]: rank["tokens"] for rank in found}
+    mean = sum(math.exp(above) * tokens for above, tokens in of_replicas.items()) / sum(of_replicas.values())
+    assert mean > MAX_RATIO
+    for rank in found:
+        assert rank["steps"] == found[0]["steps"] and rank["kept"] and rank["moved"]
+        assert [step["far_updates"] for step in rank["steps"]] == [1, 1, 0]
+        assert [step["skipped_updates"] for step in rank["steps"]] == [1, 1, 0], "more than max_skipped, which is 0"
+        assert [step["ratio"] for step in rank["steps"]] == pytest.approx([mean, mean, 1], rel=1e-4)
 
 
 def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks: Ranks) -> None:

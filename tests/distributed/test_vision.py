@@ -15,13 +15,13 @@ from tests.support.worlds import Ranks, made_once, reports, run_case
 
 DENSE = [name for name in WAYS if name not in ("pp2_even", "ep2", "tp2_ep2", "pp2_ep2")]
 ASKED = {
-    "qwen3_vl": DENSE,
-    "qwen2_5_vl": ["tp2_sp", "pp2_even"],
+    "qwen3_vl": [*DENSE, "tp2_sp x 2", "cp2 x 2"],
+    "qwen2_5_vl": ["tp2_sp", "pp2_even", "pp2_even x 2"],
     "qwen3_vl_moe": ["ep2", "tp2_ep2", "pp2_ep2"],
-    "qwen3_5": ["tp2_sp", "pp2_even", "cp2"],
+    "qwen3_5": ["tp2_sp", "pp2_even", "cp2", "cp2 x 2"],
     "qwen3_5_moe": ["tp2_ep2"],
 }
-FEW = {"qwen3_vl": ["tp2_sp", "pp2"]}
+FEW = {"qwen3_vl": ["tp2_sp", "pp2", "tp2_sp x 2"]}
 TOLERANCE = 1e-4
 OF_DECAYS = 1e-3
 """Tolerance for the gradients of gated delta nets' decays. They are small differences of large sums."""

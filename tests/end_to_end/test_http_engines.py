@@ -1,15 +1,13 @@
 """A job with engines of launch/serve.py on other ports. One is killed and another replaces it."""
 
-import subprocess
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
-from tests.support.jobs import QUICKSTART, column, read_lines, read_records, sample_ids, torchrun
+from tests.forked.popen import Popen
+from tests.support.jobs import column, read_lines, read_records, sample_ids, start_on_servers, wait_until
 from tests.support.reward_models import make_judge_who_loves
 from tests.support.served import CHECKPOINT, served
 
@@ -19,27 +17,17 @@ STEPS, PROMPTS, SAMPLES = 5, 4, 4
 
 
 def wait_for(metrics: Path, num_steps: int, job: Popen) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= num_steps, job, LIMIT_S)
 
 
 def start_job(urls: Path, output: Path, *overrides: str) -> Popen:
-    return Popen(
-        [
-            *(*torchrun(2), "launch/train.py", "--config", str(QUICKSTART), f"model.path={CHECKPOINT}"),
-            *("actor.parallel.tp=1", "checkpoint.save_hf=false", "logging.sample_ids=true", f"output_dir={output}"),
-            f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 1}}",
-            *("data.train.max_rows=1024", "rollout.http.token_env=ENGINES_TOKEN"),
-            *("rollout.engine=http", f"rollout.urls={urls}", *overrides),
-        ],
-        cwd=REPOSITORY,
-        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": TOKEN},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return start_on_servers(
+        urls,
+        TOKEN,
+        *(f"model.path={CHECKPOINT}", "actor.parallel.tp=1", "logging.sample_ids=true", f"output_dir={output}"),
+        f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 1}}",
+        *("data.train.max_rows=1024", *overrides),
+        num_ranks=2,
     )
 
 

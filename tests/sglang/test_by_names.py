@@ -3,35 +3,44 @@
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.errors import EngineLost
-from rltrain.models import read_architecture
+from rltrain.models import canonical_tensors, quantizable_tensors, read_architecture
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES
 from rltrain.models.vision import Tower
-from rltrain.reshard.checksums import checksum_of
-from rltrain.reshard.layout import Layout, split
-from rltrain.rollout.layout import whole_tensors_layout
+from rltrain.reshard.copy_table import allocate_parameters, quantize_blocks
+from rltrain.rollout.layout import engine_by_names
 from rltrain.rollout.servers.calls import Client
-from rltrain.rollout.servers.sglang_process import SERVER_FOLDER, Server, model_config_of
-from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
+from rltrain.rollout.servers.sglang_process import Server, kept_modules_of, model_config_of
 from rltrain.runtime.grid import Grid
-from tests.forked.popen import REPOSITORY
-from tests.sglang.servers import CPU, PART_BYTES, assert_serves, call, checksums, connected, running
+from tests.sglang.loading_ranks import Sender
+from tests.sglang.servers import CPU, assert_serves, call, checksums, connected, running
+from tests.support.checkpoint_files import changed_somewhat, tensors_of
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
+from tests.support.tiny_checkpoints import SHAPE
+from tests.support.torchrun import run_distributed
+from tests.support.vision_checkpoints import HIDDEN
 from tests.support.vision_checkpoints import write_checkpoint as write_vision_checkpoint
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
+RANKS = "tests.sglang.loading_ranks"
+WIDTH = 64
+"""A width of MLPs and experts that two ranks of SGLang need not pad on CPUs."""
+WIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NARROW = dict.fromkeys(WIDE, WIDTH)
 SPARSE = {"mlp_only_layers": []}
 OWN_CODE = """from transformers import Qwen2Config
 
@@ -82,9 +91,25 @@ QUICK = ("phi3",)
 WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 
-def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
+BLOCKS: dict[str, Any] = {
+    **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **dict.fromkeys(WIDE, 256),
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    **{"linear_value_head_dim": 64, "num_hidden_layers": 2},
+}
+"""Sizes of which two ranks have whole blocks of FP8. SGLang expects this."""
+LONG_HEADS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+WITHOUT_FP8 = ("phi3", "gpt_oss")
+"""SGLang's loader of the former drops scales. The latter's experts cannot be rounded."""
+
+
+def tiny_checkpoint(
+    folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, Any] = MappingProxyType(NARROW)
+) -> Path:
     kind, settings = CHECKPOINTS[tiny.name]
-    monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, {**settings, **tiny.settings}))
+    settings = {**settings, **tiny.settings}
+    given = {key: size for key, size in sizes.items() if key in {**SHAPE, **settings}}
+    monkeypatch.setitem(CHECKPOINTS, tiny.name, (kind, settings | given))
     make_family_checkpoint(tiny.name, folder)
     (folder / "expected.safetensors").unlink()  # SGLang would load its tensors too
     config = json.loads((folder / "config.json").read_text())
@@ -93,24 +118,27 @@ def tiny_checkpoint(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
     return folder
 
 
-def parts_by_names(checkpoint: Path) -> list[Layout]:
-    return split(whole_tensors_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
+def started(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, num_ranks: int, **spec: Any
+) -> Server:
+    """Returns a server without GPUs. For two ranks SGLang needs a core of each one, and must not find NCCL."""
+    if num_ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/nonexistent")
+    return start_server(checkpoint, tp=num_ranks, **spec)
 
 
-def delivery_by_names(client: Client, checkpoint: Path) -> Delivery:
-    names = NamedWeights.of(read_architecture(checkpoint))
-    parts = parts_by_names(checkpoint)
-    return Delivery(parts, 0, device=CPU, keep=True, group=None, call=client.call, names=names)
+def spec_of(checkpoint: Path, *, sees: bool = False) -> dict[str, Any]:
+    architecture = read_architecture(checkpoint, sees=sees)
+    return {"model_config": model_config_of(architecture), "kept_modules": kept_modules_of(architecture)}
 
 
-def deliver(delivery: Delivery, checkpoint: Path, version: int, after_part: Callable[[int], None] = id) -> None:
-    """Sends a checkpoint's tensors as a weight sync does, and has them verified in every second one."""
-    delivery.begin()
-    for number, part in enumerate(parts_by_names(checkpoint)):
-        load_parameters(checkpoint, part, 0, delivery.tensors(number))
-        delivery.arrived(number, verify=version % 2 == 0)
-        after_part(number)
-    delivery.finish(version)
+def loaded_by_sglang(server: Server, checkpoint: Path) -> list[dict[str, str]]:
+    """Returns the checksums of every rank after SGLang's own load of the files."""
+    body = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+    call(server, "/update_weights_from_disk", body)
+    return checksums(server)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in QUICK)])
@@ -124,52 +152,52 @@ def test_parts_by_names_make_the_weights_of_a_load_from_files(
     assert architecture.family == name.split(",")[0]
     server = start_server(checkpoint, model_config=model_config_of(architecture), args=tiny.args)
     with connected(server) as client:
-        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
-        call(server, "/update_weights_from_disk", from_files)
-        expected = checksums(server)
-        delivery = delivery_by_names(client, checkpoint)
-        delivery.check_layout()
+        expected = loaded_by_sglang(server, checkpoint)
+        sender = Sender(client.call, checkpoint)
         assert checksums(server) != expected, "unwritten elements would be found"
         for version in (1, 2):
-            deliver(delivery, checkpoint, version)
+            sender.send(checkpoint, version)
             assert checksums(server) == expected
             assert call(server, "/model_info")["weight_version"] == str(version)
         in_sglang = FAMILIES[architecture.family].sglang
         assert in_sglang is not None
         if not in_sglang.needs_gpu and name != "mimo":  # transformers lacks MiMo
             assert_serves(server, checkpoint)
-        delivery.close()
+        sender.delivery.close()
     server.kill()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "fp8"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("sees", [True, False])
 @pytest.mark.parametrize("kind", WITH_A_TOWER)
 def test_a_tower_is_loaded_if_it_is_part_of_the_model(
-    kind: Tower, sees: bool, start_server: Callable[..., Server], tmp_path: Path
+    kind: Tower,
+    sees: bool,
+    num_ranks: int,
+    fp8: bool,
+    start_server: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the server keeps its own one, which no text uses."""
+    """Otherwise the server keeps its own one, which no text uses. It is never in FP8."""
     checkpoint = tmp_path / "model"
-    write_vision_checkpoint(checkpoint, kind, num_position_embeddings=64, intermediate_size=64)
-    architecture = read_architecture(checkpoint, sees=sees)
-    server = start_server(checkpoint, model_config=model_config_of(architecture), needs_tokenizer=True)
-    with connected(server) as client:
-        from_files = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
-        call(server, "/update_weights_from_disk", from_files)
-        (expected,) = checksums(server)
-        parts = split(whole_tensors_layout(architecture, Grid((0,))), PART_BYTES)
-        names = NamedWeights.of(architecture)
-        delivery = Delivery(parts, 0, device=CPU, keep=False, group=None, call=client.call, names=names)
-        delivery.check_layout()
-        delivery.begin()
-        for number, part in enumerate(parts):
-            load_parameters(checkpoint, part, 0, delivery.tensors(number))
-            delivery.arrived(number)
-        delivery.finish(1)
-        (found,) = checksums(server)
-        others = {name for name in found if found[name] != expected[name]}
+    text: dict[str, Any] = BLOCKS | {"rope_parameters": LONG_HEADS, "num_hidden_layers": 2} if fp8 else NARROW
+    tower = {"num_position_embeddings": 64, "intermediate_size": text["intermediate_size"]}
+    tower["out_hidden_size"] = text.get("hidden_size", HIDDEN)
+    write_vision_checkpoint(checkpoint, kind, text=text, **tower)
+    precision = {"dtype": "bfloat16" if fp8 else "float32", "fp8": fp8}
+    spec = {**spec_of(checkpoint, sees=sees), "needs_tokenizer": True, **precision}
+    server = started(start_server, monkeypatch, checkpoint, num_ranks, **spec)
+    files = quantised(checkpoint, tmp_path / "quantised", sees=True) if fp8 else checkpoint
+    expected = loaded_by_sglang(server, files)
+    told = {"url": server.url, "token": server.token, "checkpoints": [str(checkpoint)], "sees": sees, **precision}
+    found = run_distributed(f"{RANKS}:send_in_turn", num_ranks, told)[0][0]
+    assert len(found) == len(expected) == num_ranks
+    for of, wanted in zip(found, expected, strict=True):
+        others = {name for name in of if of[name] != wanted[name]}
         assert all(name.startswith("visual.") for name in others) and bool(others) == (not sees)
-        delivery.close()
+        assert any("scale_inv" in name for name in of) == fp8
     server.kill()
 
 
@@ -203,35 +231,28 @@ def client(serving: Server) -> Iterator[Client]:
 
 
 def test_a_killed_server_gets_the_weights_again(serving: Server, client: Client, checkpoints: list[Path]) -> None:
-    delivery = delivery_by_names(client, checkpoints[0])
-    delivery.check_layout()
-    deliver(delivery, checkpoints[0], 1)
+    sender = Sender(client.call, checkpoints[0])
+    sender.send(checkpoints[0], 1)
     assert_serves(serving, checkpoints[0])
     with pytest.raises(EngineLost):
-        deliver(delivery, checkpoints[1], 2, after_part=lambda part: serving.kill() if part == 1 else None)
+        sender.send(checkpoints[1], 2, after_part=lambda part: serving.kill() if part == 1 else None)
     running(serving)
     client.connect(serving.url, serving.token)
-    delivery.check_layout()
-    delivery.redeliver()
-    assert delivery.version == 2
+    sender.delivery.check_layout()
+    sender.delivery.redeliver()
+    assert sender.delivery.version == 2
     assert_serves(serving, checkpoints[1])
-    delivery.close()
+    sender.delivery.close()
 
 
 def test_changes_are_written_to_the_kept_weights(serving: Server, client: Client, checkpoints: list[Path]) -> None:
     """The server's own weights cannot be read back by name."""
-    delivery = delivery_by_names(client, checkpoints[0])
-    delivery.check_layout()
-    deliver(delivery, checkpoints[0], 1)
-    delivery.begin()
-    for number in range(delivery.num_parts):
-        for view in delivery.tensors(number, is_kept=True).values():
-            view.mul_(1.1)
-        delivery.arrived(number, verify=True)
-    delivery.finish(2)
+    sender = Sender(client.call, checkpoints[0])
+    sender.send(checkpoints[0], 1)
+    sender.send(checkpoints[1], 2, as_changes=True)
     call(serving, "/flush_cache", {})
     assert_serves(serving, checkpoints[1])
-    delivery.close()
+    sender.delivery.close()
 
 
 def test_a_tensor_that_the_server_ignores_is_reported(
@@ -241,41 +262,84 @@ def test_a_tensor_that_the_server_ignores_is_reported(
     other = tiny_checkpoint(tmp_path / "other", Tiny("llama_attention_bias"), monkeypatch)
     server = start_server(checkpoint)
     with connected(server) as client:
-        delivery = delivery_by_names(client, other)
-        delivery.check_layout()
+        sender = Sender(client.call, other)
         with pytest.raises(EngineLost, match=r"the model's loader has left out tensor model\.layers\.0\.self_attn"):
-            deliver(delivery, other, 1)
-        delivery.close()
+            sender.send(other, 1)
+        sender.delivery.close()
     server.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_ranks_of_a_server_exchange_their_tensors(real_sglang_python: str, tmp_path: Path, is_damaged: bool) -> None:
-    """Both ranks load both tensors, or none of them if a rank finds a damaged one."""
-    values = [torch.arange(4.0) + rank for rank in (0, 1)]
-    shares = [[[f"t{rank}", "float32", [4], 0, checksum_of(values[rank])]] for rank in (0, 1)]
-    address, processes = f"file://{tmp_path}/meeting", []
-    for rank in (0, 1):
-        (tmp_path / f"memory{rank}").write_bytes(values[rank - (is_damaged and rank == 1)].numpy().tobytes())
-        memory = {"kind": "file", "id": "m", "path": f"{tmp_path}/memory{rank}", "bytes": 16}
-        reply = tmp_path / f"reply{rank}"
-        reply.touch()
-        message = {"op": "load_names", "id": "i", "reply": str(reply), "memory": memory, "shares": shares, "rank": rank}
-        text = json.dumps({**message, "begins": True, "marks": False})
-        command = [real_sglang_python, "-W", "ignore", "-m", "tests.sglang.loading_ranks", str(rank), address, text]
-        path = f"{REPOSITORY}:{SERVER_FOLDER}"
-        processes.append(
-            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
-        )
-    told = [process.communicate(timeout=TIMEOUT_S)[0].splitlines()[-1] for process in processes]
-    errors = [json.loads((tmp_path / f"reply{rank}").read_text())["error"] for rank in (0, 1)]
-    if is_damaged:
-        assert "another rank of the server" in errors[0] and "tensor t1 differs from what was staged" in errors[1]
-        assert [json.loads(line) for line in told] == [{"t0": [0.0] * 4, "t1": [0.0] * 4}] * 2
-        return
-    assert errors == [None, None]
-    assert [json.loads(line) for line in told] == [{"t0": values[0].tolist(), "t1": values[1].tolist()}] * 2
+@pytest.mark.parametrize("name", TINY)
+def test_ranks_of_a_server_load_their_slices(
+    name: str, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ranks all parameters equal those of SGLang's own load, after whole syncs and after changes."""
+    tiny = TINY[name]
+    checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch)
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
+    server = started(start_server, monkeypatch, checkpoint, 2, args=tiny.args, **spec_of(checkpoint))
+    expected = {folder: loaded_by_sglang(server, folder) for folder in (changed, checkpoint)}
+    first, second = expected[checkpoint]
+    assert first != second and expected[changed] != expected[checkpoint]
+    turns = [checkpoint, changed, checkpoint]
+    told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)]}
+    found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told)
+    assert found == [expected[folder] for folder in turns]
+    in_sglang = FAMILIES[read_architecture(checkpoint).family].sglang
+    assert in_sglang is not None
+    if not in_sglang.needs_gpu and name != "mimo":  # transformers lacks MiMo
+        assert_serves(server, checkpoint)
+    server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TINY if "," not in name and name not in WITHOUT_FP8])
+def test_ranks_of_a_server_load_their_slices_in_fp8(
+    name: str, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ranks parameters and scales equal those of SGLang's own load of a checkpoint in FP8."""
+    tiny = TINY[name]
+    checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch, BLOCKS)
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
+    in_fp8 = {"dtype": "bfloat16", "fp8": True}
+    server = started(start_server, monkeypatch, checkpoint, 2, args=tiny.args, **spec_of(checkpoint), **in_fp8)
+    turns = [checkpoint, changed, checkpoint]
+    expected = [
+        loaded_by_sglang(server, quantised(path, tmp_path / f"quantised{number}")) for number, path in enumerate(turns)
+    ]
+    assert expected[0] == expected[2] != expected[1] and any("scale_inv" in parameter for parameter in expected[0][0])
+    told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)], **in_fp8}
+    found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told)
+    assert found == expected
+    server.kill()
+
+
+def quantised(checkpoint: Path, folder: Path, *, sees: bool = False) -> Path:
+    """Writes the checkpoint in blocks of FP8, in the format of DeepSeek and Qwen, and returns its folder."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    architecture = read_architecture(checkpoint, sees=sees)
+    layout = engine_by_names(architecture, Grid((0,)), dtype="bfloat16", fp8=False).plain
+    tensors = allocate_parameters(layout, 0, device=CPU)
+    load_parameters(checkpoint, layout, 0, tensors)
+    for name in np.array(canonical_tensors(architecture).names)[quantizable_tensors(architecture)].tolist():
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+def test_no_rank_of_a_server_loads_if_one_finds_damage(
+    start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "model", Tiny("phi3"), monkeypatch)
+    server = started(start_server, monkeypatch, checkpoint, 2)
+    told = {"url": server.url, "token": server.token, "checkpoint": str(checkpoint)}
+    (failure, has_loaded_nothing), _ = run_distributed(f"{RANKS}:send_damaged", 2, told)
+    assert failure.endswith("another rank of the server cannot read its weights") and has_loaded_nothing
+    server.kill()
 
 
 def test_a_job_draws_from_the_weights_that_it_trains(

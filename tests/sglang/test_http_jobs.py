@@ -1,40 +1,31 @@
 """Jobs with separately started real SGLang servers as engines."""
 
 import json
-import subprocess
+import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from rltrain.rollout.servers.sglang_process import Server
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
+from rltrain.rollout.servers.protocols import ADAPTER
+from rltrain.rollout.servers.sglang_process import AdapterSpec, Server
+from tests.forked.popen import Popen, run
 from tests.sglang.servers import FROM_DISK, call, running
-from tests.support.jobs import column, read_records, torchrun
+from tests.support.jobs import column, read_records, start_on_servers, wait_until
 
 LIMIT_S = 900.0
 STEPS = 6
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str) -> Popen:
     placed = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1")
     sizes = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}", f"steps={STEPS}", "data.eval=null")
-    engines = ("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN")
-    return Popen(
-        [
-            *(*torchrun(1), "launch/train.py", "--config", "configs/quickstart.yaml", f"model.path={model}"),
-            *(*placed, *sizes, *engines, "checkpoint.save_hf=false", f"output_dir={output}", *overrides),
-        ],
-        cwd=REPOSITORY,
-        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": token},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    own = (f"model.path={model}", f"output_dir={output}", *overrides)
+    return start_on_servers(urls, token, *placed, *sizes, *own, num_ranks=1)
 
 
 @pytest.mark.slow
@@ -65,6 +56,43 @@ def test_servers_started_apart_roll_out_and_may_come_and_die(
         assert not (tmp_path / weights / "http_weights").exists(), "loaded weight files are removed"
 
 
+def test_adapters_come_in_files_after_the_base(
+    start_server: Callable[..., Server],
+    quickstart_files: Path,
+    data_overrides: list[str],
+    tmp_path: Path,
+) -> None:
+    """The server was started with another model of this architecture. Its log-probs equal the trainer's while the
+    adapters learn."""
+    model = tmp_path / "other"
+    write_other(quickstart_files / "model", model)
+    server = start_server(model, max_context_tokens=120, args=FROM_DISK, adapter=AdapterSpec(8, 16.0, TARGETS))
+    urls, output = tmp_path / "urls", tmp_path / "job"
+    urls.write_text(f"{server.url}\n")
+    adapting = ("model.lora={rank: 8, alpha: 16}", "weight_sync={adapters: apart, verify: true}")
+    learning = ("loss.entropy_coef=1.0", "actor.optimizer={lr: 3.0e-3, warmup_steps: 0}")
+    overrides = (*adapting, *learning, "rollout.http.staging_mb=0.02", "data.train.max_rows=1024", data_overrides[0])
+    with start_job(urls, output, quickstart_files / "model", server.token, *overrides) as job:
+        stdout, stderr = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
+    records = read_records(output)
+    differences = column(records, "train/train_rollout_logprob_abs_diff_max")
+    assert len(differences) == STEPS and max(differences) <= 1e-4
+    assert column(records, "train/reference_kl")[-1] > 1e-3, "the adapters add more than rounding"
+    with_base, *alone = column(records, "rollout/weight_files_bytes")
+    assert alone and len({*alone}) == 1 and 0 < alone[0] < with_base / 2
+    served = [model["id"] for model in call(server, "/v1/models")["data"]]
+    assert [name for name in served if name.startswith(ADAPTER)] == [ADAPTER + weight_version(server)]
+
+
+def write_other(model: Path, other: Path) -> None:
+    """Writes a checkpoint with other weights than `model`."""
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    doubled = {name: 2 * tensor for name, tensor in tensors.items()}
+    save_file(doubled, other / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_engines_asks_a_server(real_sglang_python: str) -> None:
     command = [sys.executable, "tools/benchmarks/rollout.py", "--repeats", "1", "--cases", "64 seq"]
@@ -81,9 +109,9 @@ def records_of_job(first: Server, second: Server, model: Path, output: Path, *ov
     urls.write_text(f"{first.url}\n")
     in_parts = ("rollout.http.staging_mb=0.1", "rollout.http.reread_s=0.1")
     with start_job(urls, output, model, first.token, *overrides, *in_parts) as job:
-        wait_until(lambda: (output / "metrics.jsonl").exists(), job)
+        wait_until(lambda: (output / "metrics.jsonl").exists(), job, LIMIT_S)
         urls.write_text(f"{first.url}\n{second.url}\n")
-        wait_until(lambda: weight_version(second) != old, job)
+        wait_until(lambda: weight_version(second) != old, job, LIMIT_S)
         second.kill()
         stdout, stderr = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
@@ -92,11 +120,3 @@ def records_of_job(first: Server, second: Server, model: Path, output: Path, *ov
 
 def weight_version(server: Server) -> str:
     return str(call(server, "/model_info")["weight_version"])
-
-
-def wait_until(met: Callable[[], bool], job: Popen) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not met():
-        assert job.poll() is None, job.communicate()[1][-6000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

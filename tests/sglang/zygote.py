@@ -1,6 +1,7 @@
 """A process with SGLang imported once. Its forks are servers without another import. See
 tests/sglang/forked_python.py."""
 
+import importlib
 import os
 import signal
 import socket
@@ -60,6 +61,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         # SGLang's Qwen3-Next asks for the current CUDA device even on a CPU.
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+        # Layers in FP8 are loaded as on a GPU. CPUs without AMX could not repack and multiply them.
+        importlib.import_module("sglang.srt.layers.quantization.fp8")._is_cpu = False  # type: ignore[attr-defined]
+        # Checksums are of bits and scales. SGLang itself would hash dequantised values.
+        checker = importlib.import_module("sglang.srt.utils.weight_checker")
+        checker.select_comparable_weight = lambda method: None  # type: ignore[attr-defined]
     become(ServersZygote(sys.argv[1]).serve(), forget_temporary_folder)
 
 

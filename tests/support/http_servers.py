@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import FORMAT, FORMAT_KEY
-from rltrain.rollout.servers.protocols import VLLM_REQUEST
+from rltrain.rollout.servers.protocols import ADAPTER, LOAD_ADAPTER, UNLOAD_ADAPTER, VLLM_REQUEST
 from tests.support.sglang_server import logprob_of, next_token, with_image_tokens
 from tests.support.vllm_transfers import StandInTransfers
 
@@ -127,8 +127,8 @@ class StandInBroadcasts:
 def vllm_answer(name: str, **values: object) -> Response:
     """Returns a recorded answer of vLLM with other values."""
     answer = VLLM[name]
-    if answer["content"] is None:
-        return Response(status_code=answer["status"])
+    if answer["content"] is None or isinstance(answer["content"], str):
+        return Response(answer["content"], answer["status"], media_type="text/plain")
     return JSONResponse(filled(answer["content"], **values), answer["status"])
 
 
@@ -177,6 +177,8 @@ class StandInServer:
     - `takes_weights`: the server has routes for weights. `takes_deltas`: it announces support of deltas.
     - `transfers`: the engine for weight transfers of a vLLM server. Empty: it has none.
     - `broken` lists violations of the protocol.
+    - `lora_rank`: the largest rank of adapters of an SGLang or vLLM server. 0: it was started without. With
+      `allows_loads` vLLM has the routes for them.
     - `scale_out`: vLLM was started with its routes for tokens. `has_experts`: its model has experts.
     - `certificate`: files of a certificate and its key, for TLS.
     - `release` is the release of its program. Without `is_tempered` its log-probs are those of temperature 1.
@@ -201,7 +203,12 @@ class StandInServer:
         is_tempered: bool = True,
         arguments: Mapping[str, str] | None = None,
         transfers: str | None = None,
+        lora_rank: int = 0,
+        allows_loads: bool = True,
     ) -> None:
+        self.lora_rank, self.allows_loads = lora_rank, allows_loads
+        self.adapters: dict[str, str] = {}
+        """Folders of the adapters now at the server, by their names."""
         self.release, self.is_tempered, self.arguments = release, is_tempered, arguments or {}
         self.load_s, self.holds_batch_s = load_s, holds_batch_s
         """Seconds that vLLM takes to load a folder, and that SGLang's scheduler holds the last batch."""
@@ -230,7 +237,7 @@ class StandInServer:
     def start(self) -> None:
         """Starts the server again at the same address, with its own weights."""
         self.num_starts += 1
-        self.label, self.num_running = STARTED_WITH, 0
+        self.label, self.num_running, self.adapters = STARTED_WITH, 0, {}
         self.hangs = self.is_paused = self.engine_is_dead = False
         self._aborted: set[str] = set()
         self.broadcasts.start()
@@ -287,26 +294,31 @@ class StandInServer:
         if self.kind == "rltrain":
             return {"/update_weights_from_disk": self._from_disk}
         if self.kind == "sglang":
-            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes()}
+            adapters = {"/load_lora_adapter": self._load_adapter, "/unload_lora_adapter": self._unload_adapter}
+            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes(), **adapters}
         return {
             "/weight_info": self._weight_info,
             "/pause": self._pause,
             "/resume": self._resume,
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._label_vllm,
+            **({LOAD_ADAPTER: self._load_adapter, UNLOAD_ADAPTER: self._unload_adapter} if self.allows_loads else {}),
             **(self.transfers.routes() if self.transfers is not None else {}),
         }
 
     async def _models(self, body: Any, query: Any) -> Response:
         own = {"id": "tiny", "owned_by": self.kind, "max_model_len": self.context}
         if self.kind == "vllm":
-            return vllm_answer("models", data=[filled(VLLM["models"]["content"]["data"][0], **own)])
-        return JSONResponse({"data": [own]})
+            adapter = VLLM["models_with_adapters"]["content"]
+            beside = [filled(adapter, id=name, root=folder) for name, folder in self.adapters.items()]
+            return vllm_answer("models", data=[filled(VLLM["models"]["content"]["data"][0], **own), *beside])
+        return JSONResponse({"data": [own, *({"id": name} for name in self.adapters)]})
 
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
         deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
-        known = {"version": self.release, "weight_version": self.label, **self.arguments}
+        lora = {"enable_lora": bool(self.lora_rank), "max_lora_rank": self.lora_rank or None}
+        known = {"version": self.release, "weight_version": self.label, **lora, **self.arguments}
         return JSONResponse({**told, **deltas, "internal_states": [deltas], **known})
 
     async def _vllm_info(self, body: Any, query: Any) -> Response:
@@ -320,6 +332,9 @@ class StandInServer:
                 config["parallel_config"], data_parallel_size=num_replicas, is_moe_model=self.has_experts
             ),
             weight_transfer_config={"backend": engine} if engine else None,
+            lora_config=filled(VLLM["lora_config"]["content"], max_lora_rank=self.lora_rank)
+            if self.lora_rank
+            else None,
         )
         return vllm_answer("config", vllm_config=found)
 
@@ -374,6 +389,24 @@ class StandInServer:
         await asyncio.sleep(self.load_s)
         return vllm_answer("load")
 
+    async def _load_adapter(self, body: Any, query: Any) -> Response:
+        if not body:
+            return vllm_answer("load_adapter_without_fields")
+        self.idle("a load of adapters")
+        if self.kind == "vllm" and not self.is_paused:
+            self.broken.append("a load of adapters while it was not paused")
+        name, folder = body["lora_name"], body["lora_path"]
+        if name in self.adapters:
+            return vllm_answer("load_adapter_again")
+        if not {path.name for path in Path(folder).glob("*")} >= {"adapter_model.safetensors", "adapter_config.json"}:
+            return vllm_answer("load_no_adapter")
+        self.adapters[name] = folder
+        self._load(folder)
+        return vllm_answer("load_adapter")
+
+    async def _unload_adapter(self, body: Any, query: Any) -> Response:
+        return vllm_answer("unload_adapter" if self.adapters.pop(body["lora_name"], None) else "unload_adapter_again")
+
     async def _label_vllm(self, body: Any, query: Any) -> Response:
         self.label = body["new_version"]
         return vllm_answer("label", new_version=self.label)
@@ -396,6 +429,9 @@ class StandInServer:
         if body.get("top_logprobs_num"):
             top = [[[self._top_logprob(params["temperature"]), 5, None]]]
             return JSONResponse({"meta_info": {"output_top_logprobs": top}})
+        if body.get("lora_path") not in (None, *self.adapters):
+            return refused("Got LoRA adapter that has never been loaded")
+        self._check_adapter(body.get("lora_path"))
         ids = with_image_tokens(body["input_ids"], body.get("image_data") or ())
         drawn = self._draw(ids, params["stop_token_ids"], params["max_new_tokens"], body["rid"])
         return StreamingResponse(self._sglang_events(body["rid"], len(ids), drawn), media_type="text/event-stream")
@@ -436,9 +472,16 @@ class StandInServer:
         if (self.num_running + 1) > self.most:
             return JSONResponse({"error": "too many"}, 429)
         params = body["sampling_params"]
-        assert body["model"] == "tiny" and params["logprobs"] == 0 and params["ignore_eos"]
+        if body["model"] not in ("tiny", *self.adapters):
+            return vllm_answer("other_model")
+        assert params["logprobs"] == 0 and params["ignore_eos"]
+        self._check_adapter(body["model"])
         drawn = self._draw(body["token_ids"], params["stop_token_ids"], params["max_tokens"], body["request_id"])
         return StreamingResponse(self._vllm_events(body["request_id"], drawn), media_type="text/event-stream")
+
+    def _check_adapter(self, name: str | None) -> None:
+        if self.adapters and name != f"{ADAPTER}{self.label}":
+            self.broken.append(f"a request for {name} instead of the adapters of {self.label}")
 
     async def _vllm_events(self, name: str, drawn: AsyncIterator[tuple[int, str | None]]) -> AsyncIterator[str]:
         spans: list[dict[str, Any]] = []

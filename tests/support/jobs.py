@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.forked.popen import FORKED_ENVIRONMENT, Popen
 from tests.forked.popen import REPOSITORY as REPOSITORY
 from tests.forked.popen import run as run
 
@@ -86,6 +88,29 @@ def try_to_train(
     program = [f"--max-restarts={restarts}", "launch/train.py", "--config", str(config), *overrides]
     command = [*torchrun(num_ranks), *program]
     return run(command, timeout_s, environment=environment)
+
+
+def start_on_servers(urls: Path, token: str, *overrides: str, num_ranks: int, script: str = "launch/train.py") -> Popen:
+    """Starts a job of the quickstart's config whose engines are the servers in the file `urls`. Returns at once."""
+    engines = ("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN")
+    return Popen(
+        [*torchrun(num_ranks), script, "--config", str(QUICKSTART), *engines, "checkpoint.save_hf=false", *overrides],
+        cwd=REPOSITORY,
+        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": token},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(met: Callable[[], bool], job: Popen, limit_s: float) -> None:
+    """Waits during a started job until `met` returns True. Fails if the job ends before."""
+    deadline = time.monotonic() + limit_s
+    while not met():
+        assert job.poll() is None, job.communicate()[1][-6000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def dry_run(config: str | Path, *overrides: str, world_size: int) -> subprocess.CompletedProcess[str]:

@@ -177,6 +177,21 @@ def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:
     ]
 
 
+def requests_of_one_system(
+    num_prompts: int, num_samples: int = 1, *, system_tokens: int = 13, seed: int = 5
+) -> list[Sample]:
+    """Returns groups of requests whose prompts begin with the same tokens. 2, 5, 8, ... others follow these."""
+    generator = torch.Generator().manual_seed(seed)
+    system, *ends = (
+        tuple(torch.randint(4, VOCAB_SIZE, (count,), generator=generator).tolist())
+        for count in (system_tokens, *range(2, 2 + 3 * num_prompts, 3))
+    )
+    return [
+        Sample(1000 + number, system + ends[number // num_samples], seed=number)
+        for number in range(num_prompts * num_samples)
+    ]
+
+
 def assert_same_but_for_ties(
     found: Sequence[Sample], expected: Sequence[Sample], *, logprob: float, most: int = 1
 ) -> None:

@@ -74,11 +74,13 @@ def in_training(
     optimizer: dict[str, Any],
     role: str = "actor",
     max_skipped: int = 0,
+    max_ratio: float | None = None,
     **settings: Any,
 ) -> TrainableModel:
     """Returns the model with an optimizer of eps ADAM_EPS. `settings` are further keys of the section actor."""
     own = {"optimizer": {"eps": ADAM_EPS, **optimizer}, "micro_batch_tokens": max_tokens, **settings}
-    return TrainableModel(model, schema.Actor(**own), total_updates=updates, role=role, max_skipped=max_skipped)
+    limits: dict[str, Any] = {"max_skipped": max_skipped, "max_ratio": max_ratio}
+    return TrainableModel(model, schema.Actor(**own), total_updates=updates, role=role, **limits)
 
 
 def summed_gradients(model: TrainableModel, samples: Experience, loss: LossFunction) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from rltrain.training.megatron.backend import TrainableModel
 from rltrain.training.megatron.model_config import activation_settings, uses_transformer_engine
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.distributed.cases_context_parallel import BALANCED, MAX_TOKENS, NUM_STEPS, experience, write_weights
+from tests.distributed.cases_prefixes import experience as alike
 from tests.support.model_shards import tiny_architecture
 from tests.support.tolerances import ADAM_EPS
 
@@ -59,6 +60,10 @@ MODELS["rounded"] = MODELS["qwen3_moe"]
 MODELS["further"] = MODELS["deepseek_v3"].predicting()
 MODELS["further of dense"] = tiny_architecture("mimo", qkv_bias=True, head_dim=8, **SIZES).predicting()
 OF_MODEL |= dict.fromkeys(("further", "further of dense"), {"mtp": schema.Mtp(trains="model")})
+SHARED = {"share_prefixes": True}
+MODELS["alike"] = MODELS["qwen3_moe"]
+MODELS["alike of yarn"] = MODELS["yarn"]
+OF_MODEL |= dict.fromkeys(("alike", "alike of yarn"), SHARED)
 BY_HEADS, DEEPEP = {"cp_communication": "all_to_all"}, {"dispatcher": "deepep"}
 CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2": ("deepseek_v3", Grid((0, 1), tp=2), {}),
@@ -72,6 +77,8 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "yarn cp2": ("yarn", Grid((0, 1), cp=2), {}),
     "latent linear tp2 ep2": ("latent linear", Grid(ALL, tp=2, ep=2), {}),
     "moonlight tp2 cp2 ep2": ("moonlight", Grid(ALL, tp=2, cp=2, ep=2), {}),
+    "alike tp2 ep2": ("alike", Grid(ALL, tp=2, ep=2), {"recompute": "selective"}),
+    "alike of yarn tp2 pp2": ("alike of yarn", Grid(ALL, tp=2, pp=2), {}),
     "groups tp4": ("qwen3_moe", Grid(ALL, tp=4), {}),
     "rounded ep2 etp2": ("rounded", Grid(ALL, ep=2, etp=2), {"recompute": "full"}),
     "groups cp2 ep4 deepep": ("qwen3_moe", Grid(ALL, cp=2, ep=4), DEEPEP),
@@ -92,6 +99,7 @@ def trained(
     groups: ProcessGroups,
     *,
     transformer_engine: bool,
+    share_prefixes: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Returns the reports of some optimizer steps, and the log-probs after them."""
@@ -109,9 +117,11 @@ def trained(
     load_parameters(path, model.layout, dist.get_rank(), model_module.local_parameters(model))
     actor = schema.Actor(optimizer=schema.Optimizer(lr=1e-3, eps=ADAM_EPS), micro_batch_tokens=MAX_TOKENS)
     trainable = TrainableModel(model, actor, total_updates=NUM_STEPS)
-    samples = experience("grpo")
+    samples = alike("grpo") if share_prefixes else experience("grpo")
+    model.share_prefixes = share_prefixes and transformer_engine
     share = samples.select(torch.nonzero(samples.group_ids % grid.dp == grid.coordinates(dist.get_rank()).dp).flatten())
     steps = [trainable.train_batch(share, likelihood_loss()) for _ in range(NUM_STEPS)]
+    assert all(bool(step.pop("shared_tokens_ratio")) == model.share_prefixes for step in steps)
     origins = {type(module).__module__ for module in model.modules()}
     assert (TEDotProductAttention.__module__ in origins) == transformer_engine
     return {"steps": steps, "told": trainable.evaluate(samples, max_tokens=MAX_TOKENS).tolist()}

@@ -2,9 +2,10 @@
 
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -143,9 +144,17 @@ FIXED = ("A_log", "dt_bias")
 """Parameters of gated delta nets that keep transformers' initial values."""
 
 
-def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = PATCH, **tower: int) -> None:
+def write_checkpoint(
+    folder: Path,
+    kind: Tower,
+    *,
+    seed: int = 0,
+    patch: int = PATCH,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    **tower: int,
+) -> None:
     """Writes the checkpoint of `tiny_config` with random weights, its tokenizer and its image processor. `tower` are
-    further sizes in vision_config.
+    further sizes in vision_config, and `text` in text_config, as far as it has them.
 
     The tokenizer has a token for each of CHARACTERS, as far as the vocabulary reaches. An image of 56 x 56 pixels keeps
     its size, and has 16 tokens with patches of 7 pixels.
@@ -154,6 +163,8 @@ def write_checkpoint(folder: Path, kind: Tower, *, seed: int = 0, patch: int = P
     config = tiny_config(kind, patch)
     for key, value in tower.items():
         setattr(config.vision_config, key, value)
+    for key in text.keys() & vars(config.text_config).keys():
+        setattr(config.text_config, key, text[key])
     config.video_token_id = VIDEO_TOKEN
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Tests of blocks for keys, values and states: allocation, sharing and release."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
@@ -50,6 +50,15 @@ def pending(prompt_tokens: int, response_tokens: int, kind: int, number: int) ->
     return Sample(number, (kind,) * prompt_tokens, 0).drawn(drawn, (0.0,) * response_tokens, drawn)
 
 
+def prompt_blocks(tables: BlockTables) -> Iterator[Any]:
+    """Yields the blocks kept of prompts."""
+    left = [tables._prompts.root]
+    while left:
+        node = left.pop()
+        left += node.children.values()
+        yield from node.children.values()
+
+
 class Engine:
     """An engine with random use of its tables. `away` has the samples between two turns."""
 
@@ -70,7 +79,7 @@ class Engine:
         shapes = st.tuples(st.sampled_from([1, 4, 5, 9, 14]), st.integers(0, 9), st.integers(0, 1))
         waiting = [pending(*shape, next(self.numbers)) for shape in self.draw(st.lists(shapes, max_size=4))]
         version = self.draw(st.integers(0, 1))
-        self.expect_no_less_than_without_what_is_parked(waiting, version)
+        self.expect_no_less_than_without_what_is_kept(waiting, version)
         back = [self.away.pop(0) for _ in range(self.draw(st.integers(0, len(self.away))))]
         for sample in back:
             self.tables.parked.expect(sample)
@@ -79,12 +88,14 @@ class Engine:
         entries = self.tables.enter(first, entered, version)
         for slot, (sample, entry) in enumerate(zip(entered, entries, strict=True), first):
             self.samples[slot], self.lengths[slot] = sample, len(sample.context)
-            assert not entry.follows or entry.first == len(sample.prompt) + sample.turns[-1] - 1
+            assert not entry.is_parked or entry.first == len(sample.prompt) + sample.turns[-1] - 1
+            assert not entry.follows or entry.is_parked or entry.first % SIZE == 0 < entry.first < len(sample.prompt)
         self.away += [sample for sample in back if sample not in entered]
 
-    def expect_no_less_than_without_what_is_parked(self, waiting: list[Sample], version: int) -> None:
+    def expect_no_less_than_without_what_is_kept(self, waiting: list[Sample], version: int) -> None:
         without = deepcopy(self.tables)
         without.parked.clear()
+        without.forget_prompts()
         num_admissible = without.num_admissible(waiting, 1, len(self.running), version)
         assert self.tables.num_admissible(waiting, 1, len(self.running), version) >= num_admissible
 
@@ -105,6 +116,9 @@ class Engine:
             self.tables.park(slot, turn)
             self.away.append(turn.observed(answer))
             self.samples[slot] = None
+
+    def forget(self) -> None:
+        self.tables.forget_prompts()
 
     def free(self) -> None:
         slot = self.draw(st.sampled_from(self.running))
@@ -129,12 +143,19 @@ class Engine:
                 held[block] += 1
                 writes = sample is not None and (index + 1) * SIZE > len(sample.prompt) - 1
                 assert not writes or (pool.num_holders[block], pool.num_keepers[block]) == (1, 0), "two writers"
-        for parked in self.tables.parked._parked.values():
+        num_prompt_tokens = {sample.id: len(sample.prompt) for sample in self.away}
+        for number, parked in self.tables.parked._parked.items():
             assert len(parked.memory.blocks) == blocks_of(len(parked.head), SIZE)
             for index, block in enumerate(parked.memory.blocks):
                 kept[block] += 1
-                will_write = (index + 1) * SIZE > len(parked.memory.key[1])
+                will_write = (index + 1) * SIZE > num_prompt_tokens[number] - 1
                 assert not will_write or (pool.num_holders[block], pool.num_keepers[block]) == (0, 1)
+        idle = set()
+        for node in prompt_blocks(self.tables):
+            kept[node.block] += 1
+            if not node.children and (pool.num_holders[node.block], pool.num_keepers[node.block]) == (0, 1):
+                idle.add(node)
+        assert idle == set(self.tables._prompts._idle), "the blocks to be evicted next"
         assert held[0] == kept[0] == 0
         assert (held, kept) == (pool.num_holders, pool.num_keepers)
         assert pool.num_used == sum(holders > 0 for holders in held)
@@ -146,16 +167,20 @@ class Engine:
 @settings(max_examples=30, deadline=None)
 def test_blocks_stay_within_the_budget_and_have_one_writer(data: st.DataObject, num_blocks: int) -> None:
     engine = Engine(num_blocks, data)
-    names = ["enter", "enter", "extend", "extend", "park", "park", "free", "move"]
+    names = ["enter", "enter", "extend", "extend", "park", "park", "free", "free", "move", "forget"]
     for name in data.draw(st.lists(st.sampled_from(names), min_size=5, max_size=40)):
         if engine.running or name == "enter":
             getattr(engine, name)()
         engine.assert_sound()
     for slot in range(NUM_SLOTS):
         engine.tables.free(slot)
+        engine.samples[slot] = None
     pool = engine.tables.pool
     assert pool.num_used == 0 and not any(pool.num_holders)
     engine.tables.parked.clear()
+    engine.assert_sound()
+    assert pool.num_kept == sum(1 for _ in prompt_blocks(engine.tables))
+    engine.tables.forget_prompts()
     assert pool.num_free == num_blocks - 1 and not any(pool.num_keepers)
 
 
@@ -263,7 +288,7 @@ def test_a_tight_budget_gives_what_none_gives(qwen3: Path, sampling: SamplingPar
         metrics = engine.cache_metrics()
         preemptions.append(metrics["rollout/preemptions"])
         assert 0 < metrics["rollout/kv_cache_peak"] <= 1
-        assert engine.cache_metrics() == {"rollout/kv_cache_peak": 0.0, "rollout/preemptions": 0}
+        assert not any(engine.cache_metrics().values()), "nothing since the last call"
         keys, values = engine.cache_tensors()
         assert keys.nbytes + values.nbytes <= num_tokens * 2 * 2 * 2 * 8 * 4, "layers, both, heads, size, bytes"
     assert preemptions[1] > 0 and preemptions[-1] == 0

@@ -31,7 +31,7 @@ from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.reshard.layout import Layout, hf_layout, split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.servers.calls import ServerRefuses
-from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights
+from rltrain.rollout.servers.folder_weights import DeltaWeights, DiskWeights
 from rltrain.rollout.servers.in_sglang.rltrain_delta_files import (
     Delta,
     DeltaRefused,

@@ -64,6 +64,7 @@ def test_a_server_is_described_in_one_line(serve: Serve, kind: str, name: str) -
     assert finding.state == (WRONG if kind == "else" else FINE)
 
 
+APART = {"sections": {"model": {"path": "m", "lora": {"rank": 16}}, "weight_sync": {"adapters": "apart"}}}
 HOT = {"sampling": {"temperature": 0.8}}
 LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context": ({"context": 100}, {}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
@@ -73,6 +74,7 @@ LACKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "deltas": ({}, {"sections": {"weight_sync": {"delta": {}}}}, "start it with this rltrain's plugin for SGLang"),
     "a phase": ({"arguments": {"disaggregation_mode": "decode"}}, {}, "expected a server of both"),
     "a store": ({"arguments": {"hicache_storage_backend": "file"}}, {}, "without --hicache-storage-backend"),
+    "adapters": ({"kind": "vllm"}, APART, "it takes no adapters; start it with --enable-lora --max-lora-rank 16"),
     "images": ({"kind": "vllm"}, {"sections": {"model": WITH_TOWER}}, "takes no images with token ids"),
     "age": ({"release": "0.5.22.post1"}, {}, "is too old; expected SGLang 0.5.23 or newer"),
     "log-probs of vLLM": (
@@ -91,6 +93,11 @@ def test_what_a_server_lacks_for_the_config_is_said(serve: Serve, what: str, mon
     server, settings, said = LACKS[what]
     [finding] = report(serve(**{"kind": "sglang", **server}).url, **settings)
     assert finding.state == WRONG and said in finding.detail
+
+
+def test_a_server_with_room_for_the_adapters_is_fine(serve: Serve) -> None:
+    [finding] = report(serve("vllm", lora_rank=16).url, **APART)
+    assert finding.state == FINE
 
 
 def test_a_server_with_several_faults_has_one_line_with_all(serve: Serve) -> None:

@@ -49,6 +49,7 @@ from tests.support.rollout_models import (
     load_engine,
     of_tokens,
     ragged_requests,
+    requests_of_one_system,
     write_checkpoint,
 )
 from tests.support.schedule_configs import make_config
@@ -139,8 +140,10 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
-    """Covers slots, blocks, so few blocks that samples are preempted, and second turns that reuse the cache."""
+    """Covers slots, blocks, so few blocks that samples are preempted, second turns that reuse the cache, and prompts
+    that begin alike."""
     model, samples = hf_model(checkpoints[family]), ragged_requests(7)
+    alike = requests_of_one_system(4)
     expected: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # the same sequences with any budget
     for kv_tokens in (None, 52, 4000):
         engine, _ = load_engine(checkpoints[family], max_context_tokens=48, kv_tokens=kv_tokens)
@@ -151,6 +154,9 @@ def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[st
         turns = [done.observed((7, 9, 11), turn_limit=12) for done in engine.generate(turns, GREEDY)]
         found += engine.generate(turns, GREEDY)
         assert engine.cache_metrics()["rollout/kv_reused_tokens"] > 0 or kv_tokens == 52
+        found += engine.generate(alike, GREEDY)
+        has_prefixes = kv_tokens == 4000 and read_architecture(checkpoints[family]).delta is None
+        assert (engine.cache_metrics()["rollout/context_prefix_tokens"] > 0) == has_prefixes or kv_tokens == 52
         for done in found:
             drawn, sequence = torch.tensor(done.loss_mask), (*done.prompt, *done.tokens)
             if sequence not in expected:

@@ -164,18 +164,18 @@ def test_rlinf_reads_hydra_with_interpolations_and_any_placement(tmp_path: Path)
     assert config.model.dtype == "float16" and config.batch.mini_batches == 4
 
 
-def test_rlinfs_guard_of_megatron_is_refused_where_it_can_bind(tmp_path: Path) -> None:
+def test_rlinfs_guard_of_megatron_is_set_where_it_can_bind(tmp_path: Path) -> None:
     def found(bound: float, backend: str) -> Translation:
         algorithm = {**RLINF["algorithm"], "early_stop_imp_ratio": bound, "val_rollout_batch_size_per_gpu": 4}
-        actor = {**RLINF["actor"], "training_backend": backend}
+        model = {"tensor_model_parallel_size": 4, "precision": "fp32" if backend == "fsdp" else "fp16"}
+        actor = {**RLINF["actor"], "training_backend": backend, "model": model}
         data = {**RLINF["data"], "rollout_batch_size": 128}
         algorithm |= {"entropy_bonus": 0.1, "calculate_entropy": False}
         values = {**RLINF, "defaults": [], "algorithm": algorithm, "actor": actor, "data": data}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
         return imported("rlinf", [str(tmp_path / "run.yaml")])
 
-    with pytest.raises(ConfigError, match="RLinf skips micro-batches with a larger mean ratio"):
-        found(5.0, "megatron")
+    assert found(5.0, "megatron").get("on_divergence.max_ratio") == 5
     for translation in (found(5.0, "fsdp"), found(1e9, "megatron")):
         assert {"algorithm.early_stop_imp_ratio", "algorithm.val_rollout_batch_size_per_gpu"} <= {
             one.key for one in translation.leftovers

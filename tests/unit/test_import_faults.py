@@ -123,9 +123,18 @@ def test_slimes_rewards_look_for_marked_answers() -> None:
     options = {kind: found_of("slime", f"--rm-type {kind}").data["reward"] for kind in ("math", "deepscaler", "dapo")}
     assert options["math"] == {"function": "math", "options": {"last_number": False}}
     assert options["deepscaler"]["options"]["after"] == ["</think>", "###Response"]
-    assert options["dapo"] == {"functions": [{"function": "math", "weight": 2.0}]}
+    signed = {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    assert options["dapo"] == {"functions": [signed]}
     with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
         found_of("slime", "--rm-type dapo --advantage-estimator ppo")
+
+
+def test_skyrls_environments_of_mathematics_look_for_marked_answers() -> None:
+    assert found_of("skyrl", "").data["reward"] == {"function": "math", "options": {"after": ["####"]}}
+    (part,) = found_of("skyrl", "environment.env_class=aime").get("reward.functions")
+    assert part == {"function": "math", "weight": 2.0, "options": {"after": ["Answer:", "answer:"]}}
+    with pytest.raises(ConfigError, match="a wrong answer has -1 there"):
+        found_of("skyrl", "environment.env_class=aime trainer.algorithm.advantage_estimator=gae")
 
 
 def test_slimes_file_of_evaluation_sets(tmp_path: Path) -> None:
@@ -262,3 +271,91 @@ def test_no_private_marks_are_shown(tmp_path: Path) -> None:
         script(tmp_path, "verl", "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)")
     assert "nvidia-smi" in str(refused.value)
     assert not any(0xFDD0 <= ord(char) <= 0xFDEF for char in str(refused.value))
+
+
+LAUNCH = "trainer.n_gpus_per_node=$GPUS"
+
+
+@pytest.mark.parametrize(
+    ("test", "gpus"),
+    [
+        ("[ $EMPTY == 0 ]", 2),
+        ("[ $EMPTY -eq 0 ]", 2),
+        ('[ "$EMPTY" -eq 0 ]', 2),
+        ("[ a -eq 0 ]", 2),
+        ("[ ! $EMPTY ]", 1),
+        ('[[ "$EMPTY" -eq 0 ]]', 1),
+        ("[[ $EMPTY == 0 ]]", 2),
+        ("[ 1 -eq 1 ]", 1),
+    ],
+)
+def test_a_test_with_an_empty_variable_is_what_it_is_in_bash(test: str, gpus: int, tmp_path: Path) -> None:
+    """With `[` a missing operand, or a text for a number, is an error, and the script goes on."""
+    before = f"EMPTY=\nif {test}; then GPUS=1; else GPUS=2; fi"
+    assert script(tmp_path, "verl", LAUNCH, before).world_size == gpus
+
+
+@pytest.mark.parametrize("test", ['[ "$NODE_RANK" = 0 ]', "[ $RANK -eq 0 ]", '[[ "$SLURM_NODEID" == 0 ]]'])
+def test_a_cluster_script_is_read_as_on_the_first_node(test: str, tmp_path: Path) -> None:
+    before = f"GPUS=2\nif {test}; then GPUS=4; fi"
+    found = script(tmp_path, "verl", LAUNCH, before, variables=["NODE_RANK=", "RANK=", "SLURM_NODEID="])
+    assert found.world_size == 4 and any("read as on the first node" in note for note in found.notes)
+    assert (
+        script(tmp_path, "verl", LAUNCH, before, variables=["NODE_RANK=1", "RANK=1", "SLURM_NODEID=1"]).world_size == 2
+    )
+    alone = 'GPUS=4\nif [ -z "$NODE_RANK" ]; then GPUS=1; fi'
+    assert script(tmp_path, "verl", LAUNCH, alone, variables=["NODE_RANK="]).world_size == 1
+
+
+def test_a_path_with_a_colon_is_no_mapping(tmp_path: Path) -> None:
+    found = script(
+        tmp_path, "verl", "trainer.default_local_dir=/runs/${NAME:?is required} trainer.experiment_name='a: b'"
+    )
+    assert found.get("logging.wandb.name") == "a: b"
+
+
+LORA = "--lora-rank 32 --lora-alpha 64 --lora-dropout 0.0 "
+
+
+def test_adapters_of_miles() -> None:
+    with pytest.raises(ConfigError, match="lora-init_method: 'xavier': A is initialised uniformly"):
+        found_of("slime", LORA + "--target-modules all-linear")
+    found = found_of("slime", LORA + "--lora-A-init-method kaiming --target-modules q_proj,v_proj")
+    lora = found.data["model"]["lora"]
+    assert lora == {"rank": 32, "alpha": 64.0, "targets": ["q_proj", "v_proj"]}
+    text = (
+        SLIME.replace("--tensor-model-parallel-size 2", "").replace("\n", " ").replace("MORE", "--train-backend fsdp ")
+    )
+    assert "lora" not in imported("slime", [text + LORA]).data["model"], "these forks have a switch"
+    found = imported("slime", [text + LORA + "--use-lora --lora-target-modules all-linear"])
+    assert found.get("model.lora.rank") == 32
+
+
+def test_a_key_whose_value_only_running_tells_can_be_given(tmp_path: Path) -> None:
+    counted = "trainer.n_gpus_per_node=$(python -c 'print(4)')"
+    with pytest.raises(ConfigError, match="give it by --key trainer.n_gpus_per_node=VALUE"):
+        script(tmp_path, "verl", counted)
+    assert script(tmp_path, "verl", counted, keys=["trainer.n_gpus_per_node=4"]).world_size == 4
+    with pytest.raises(ConfigError, match="--key nnodes: expected KEY=VALUE with a key of verl"):
+        script(tmp_path, "verl", counted, keys=["nnodes"])
+
+
+def test_greedy_samples_of_a_prompt_are_equal() -> None:
+    found = found_of(
+        "skyrl", "data.val_data=/d/v.parquet generator.eval_n_samples_per_prompt=8 trainer.eval_interval=5"
+    )
+    assert found.get("data.eval.path") == "/d/v.parquet" and "evaluation.sets" not in found.settings
+    assert any("8 greedy samples of a prompt are equal" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("more", "whitens"), [("", False), ("--normalize-advantages", True)])
+def test_slimes_rewards_that_are_not_compared_are_the_advantages(more: str, whitens: bool) -> None:
+    found = found_of("slime", f"--disable-rewards-normalization --advantage-estimator gspo {more}")
+    assert (found.get("algorithm"), found.get("loss.policy")) == ("reinforce_plus_plus", "gspo")
+    assert found.get("advantages.whiten") is whitens and "advantages.normalize_std" not in found.settings
+
+
+def test_options_of_verls_reward_functions() -> None:
+    own = "custom_reward_function.path=/r.py custom_reward_function.name=score"
+    found = found_of("verl", f"{own} +custom_reward_function.reward_kwargs.scale=0.5")
+    assert found.data["reward"] == {"function": "/r.py:score", "options": {"scale": 0.5}}

@@ -139,7 +139,8 @@ VERL: list[tuple[str, dict[str, Any]]] = [
     (f"{ALGORITHM}adv_estimator=grpo_passk", {"algorithm": "pass_at_k", "advantages.k": 5}),
     (f"{ALGORITHM}norm_adv_by_std_in_grpo=False", {"advantages.normalize_std": False}),
     (
-        f"{ALGORITHM}filter_groups.enable=True {ALGORITHM}filter_groups.max_num_gen_batches=10 data.gen_batch_size=192",
+        f"-m recipe.dapo.main_dapo {ALGORITHM}filter_groups.enable=True "
+        f"{ALGORITHM}filter_groups.max_num_gen_batches=10 data.gen_batch_size=192",
         {"batch.dynamic_sampling.filter": "rewards_differ", "batch.dynamic_sampling.max_drawn": 30.0},
     ),
     (
@@ -386,8 +387,11 @@ def of_rlinf(folder: Path, **more: dict[str, Any]) -> Translation:
             {"loss.correction.high": 5.0, "batch.samples_per_prompt": 8},
         ),
         (
-            {"actor": {"enable_offload": True, "lr_sched": {"max_lr": 1e-5}}, "rollout": {"enable_offload": True}},
-            {"actor.offload": True, "rollout.offload": True, "actor.optimizer.lr": 1e-5},
+            {
+                "actor": {"enable_offload": True, "optim": {"lr": 2e-6}, "lr_sched": {"max_lr": 1e-5}},
+                "rollout": {"enable_offload": True},
+            },
+            {"actor.offload": True, "rollout.offload": True, "actor.optimizer.lr": 2e-6},
         ),
         (
             {
@@ -409,7 +413,7 @@ def of_rlinf(folder: Path, **more: dict[str, Any]) -> Translation:
         ),
         (
             {"reward": {"reward_scale": 5}, "actor": {"model": {"recompute_granularity": "full"}}},
-            {"reward.functions": [{"function": "math", "weight": 5.0}], "model.recompute": "full"},
+            {"reward.functions": [{"function": "math", "weight": 10.0}], "model.recompute": "full"},
         ),
     ],
 )
@@ -431,6 +435,9 @@ def test_what_keys_of_rlinf_set(more: dict[str, Any], expected: dict[str, Any], 
         ({"algorithm": {"loss_type": "embodied"}}, "only the loss of PPO is supported"),
         ({"reward": {"reward_type": "vqa"}}, "set your function as reward.function"),
         ({"reward": {"use_reward_model": True}}, "place role reward_model"),
+        ({"algorithm": {"adv_type": "gae"}}, "reward_min_val: -1.0: a wrong answer has -1 there and 0 here"),
+        ({"runner": {"task_type": "sft"}}, "expected the task reasoning or coding_online_rl or math"),
+        ({"algorithm": {"max_num_gen_batches": 3}}, "max_num_gen_batches: 3: it has no counterpart"),
         ({"cluster": {"component_placement": {"actor,painter": "0-7"}}}, "painter is not a role here"),
         (
             {"cluster": {"component_placement": {"actor": {"node_group": "blue", "placement": "0-7"}}}},
@@ -441,6 +448,59 @@ def test_what_keys_of_rlinf_set(more: dict[str, Any], expected: dict[str, Any], 
 def test_what_keys_of_rlinf_are_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         of_rlinf(tmp_path, **more)
+
+
+def test_rlinfs_rewards_of_right_and_wrong_answers(tmp_path: Path) -> None:
+    """Wrong answers have minus the scale by default."""
+    assert of_rlinf(tmp_path).get("reward.functions") == [{"function": "math", "weight": 2.0}]
+    ends = {"reward_min_val": 0, "reward_max_val": 1}
+    assert of_rlinf(tmp_path, reward=ends).get("reward.function") == "math"
+    placed = {"component_placement": {"actor,rollout,critic": "0-7"}}
+    ppo = of_rlinf(tmp_path, reward=ends, algorithm={"adv_type": "gae"}, cluster=placed)
+    assert ppo.get("algorithm") == "ppo" and ppo.get("reward.function") == "math"
+
+
+def test_rlinfs_schedule_and_types_by_backend(tmp_path: Path) -> None:
+    """Warm-up is a fraction of lr_decay_iters. FSDP computes in another type than it stores."""
+    sched = {"lr_warmup_fraction": 0.1, "lr_decay_iters": 50, "lr_warmup_iters": 9}
+    assert of_rlinf(tmp_path, actor={"lr_sched": sched}).get("actor.optimizer.warmup_steps") == 5
+    own = {"mixed_precision": {"param_dtype": "fp16"}}
+    sharded = {"training_backend": "fsdp", "lr_sched": sched, "model": {"precision": "fp32"}, "fsdp_config": own}
+    found = of_rlinf(tmp_path, actor=sharded)
+    assert found.get("model.dtype") == "float16" and not found.get("actor.optimizer.warmup_steps")
+    with pytest.raises(ConfigError, match="actor.model.precision: 'bf16': FSDP trains weights of this type"):
+        of_rlinf(tmp_path, actor={**sharded, "model": {"precision": "bf16"}})
+    with pytest.raises(ConfigError, match="lr_scheduler: 'cosine': set actor.optimizer.decay"):
+        of_rlinf(tmp_path, actor={**sharded, "optim": {"lr_scheduler": "cosine"}})
+
+
+UNREAD = [
+    ("algorithm", {"sampling_params": {"repetition_penalty": 1.1}}),
+    ("data", {"system_prompt": "Be brief."}),
+    ("runner", {"resume_dir": "/runs/7"}),
+    ("rollout", {"pipeline_parallel_size": 2}),
+    ("actor", {"optim": {"optimizer": "sgd"}}),
+    ("actor", {"model": {"is_lora": True}}),
+]
+
+
+@pytest.mark.parametrize(("section", "given"), UNREAD)
+def test_no_key_of_rlinf_vanishes_with_its_section(section: str, given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.*: (it has no counterpart|optimizers here)"):
+        of_rlinf(tmp_path, **{section: given})
+
+
+def test_rlinfs_scale_of_a_mean_over_tokens(tmp_path: Path) -> None:
+    """With engines of their own, losses there are larger by the number of replicas."""
+    scaled, longest = {"use_valid_token_scale": True}, {"sampling_params": {"max_new_tokens": 1024}}
+    apart = {"component_placement": {"actor": "0-7", "rollout": "8-15"}}
+    optim = {"model": {"tensor_model_parallel_size": 4}, "optim": {"lr": 2e-6, "clip_grad": 0.8}}
+    found = of_rlinf(tmp_path, algorithm={**scaled, **longest}, cluster=apart, actor=optim)
+    assert found.get("loss.normalization") == "dr_grpo" and found.get("actor.optimizer.clip_grad") == 0.4
+    alone = of_rlinf(tmp_path, algorithm={"n_minibatches": 1, **scaled})
+    assert alone.get("loss.normalization") == "token_mean"
+    with pytest.raises(ConfigError, match="use_valid_token_scale: True: it has no counterpart"):
+        of_rlinf(tmp_path, algorithm={"n_minibatches": 2, **scaled})
 
 
 def test_rlinf_normalizes_advantages_of_every_algorithm(tmp_path: Path) -> None:

@@ -119,14 +119,21 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
     return Config.model_validate(values | sections)
 
 
+AT_URLS = {"engine": "http", "urls": ("http://a:1",)}
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
-            {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "http", "urls": ("http://a:1",)}},
-            "weight_sync.adapters: got apart with rollout.engine http",
+            {"weight_sync": {"adapters": "apart"}, "rollout": AT_URLS | {"protocol": "openai"}},
+            "weight_sync.adapters: got apart with rollout.engine http and rollout.protocol openai",
+        ),
+        (
+            {"weight_sync": {"adapters": "apart"}, "rollout": AT_URLS | {"http": {"weights": "group"}}},
+            "weight_sync.adapters: got apart with rollout.http.weights group",
         ),
         (
             {"weight_sync": {"adapters": "apart", "delta": {}}},
@@ -139,11 +146,12 @@ def test_what_adapters_are_refused_with(sections: dict[str, Any], said: str) -> 
         check_config(make_config({}, **sections))
 
 
-def test_experts_in_sglang_have_no_adapters_apart() -> None:
-    apart = make_config({}, weight_sync={"adapters": "apart"}, rollout={"engine": "sglang"})
+@pytest.mark.parametrize("rollout", [{"engine": "sglang"}, AT_URLS])
+def test_experts_in_servers_have_no_adapters_apart(rollout: dict[str, Any]) -> None:
+    apart = make_config({}, weight_sync={"adapters": "apart"}, rollout=rollout)
     refused = [*adapted_model_problems(apart, {"actor": tiny_architecture("qwen3_moe")})]
-    assert len(refused) == 1 and "apart with rollout.engine sglang and adapters of experts" in refused[0]
-    attention = make_config({"targets": ["q_proj"]}, weight_sync={"adapters": "apart"}, rollout={"engine": "sglang"})
+    assert len(refused) == 1 and f"apart with rollout.engine {rollout['engine']} and adapters of experts" in refused[0]
+    attention = make_config({"targets": ["q_proj"]}, weight_sync={"adapters": "apart"}, rollout=rollout)
     assert not [*adapted_model_problems(attention, {"actor": tiny_architecture("qwen3_moe")})]
     assert not [*adapted_model_problems(apart, {"actor": tiny_architecture()})]
 

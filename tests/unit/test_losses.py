@@ -82,7 +82,7 @@ def plain_policy_loss(
     rows = list(zip(*(column.tolist() for column in (logprobs, entropy, old, *others)), strict=True))
     mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
     totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
-    totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}
+    totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0, "ratio": 0.0}
     totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0, "ess": 0.0}
     all_tokens, cap = sum(mask), loss.correction.high
     for start, end in zip(offsets, offsets[1:], strict=False):
@@ -114,6 +114,7 @@ def plain_policy_loss(
             totals["reference_kl"] += plain_k("k3", new, reference) / all_tokens
             totals["train_rollout_logprob_abs_diff"] += abs(new - rollout) / all_tokens
             totals["abs_diff_max"] = max(totals["abs_diff_max"], abs(new - rollout))
+            totals["ratio"] += ratio / all_tokens
             totals["ratio_max"] = max(totals["ratio_max"], ratio)
     totals["ess"] = totals["tis_weight"] ** 2 / totals["ess"]
     return totals | {"rejected_tokens": 0.0, "rejected_sequences": 0.0}
@@ -165,7 +166,7 @@ def test_policy_loss_equals_plain_python(loss: schema.Loss) -> None:
     logprobs, entropy = current_values(experience)
     actual = means([policy_loss(loss, MAX_RESPONSE_TOKENS)(experience, logprobs, entropy)], experience)
     expected = plain_policy_loss(experience, logprobs.detach(), entropy.detach(), loss)
-    names = {"loss", "pg_loss", "ppo_kl", "pg_clipfrac", "entropy", "reference_kl", "ratio_max"}
+    names = {"loss", "pg_loss", "ppo_kl", "pg_clipfrac", "entropy", "reference_kl", "ratio", "ratio_max"}
     names |= {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
     if loss.kl.coef and loss.kl.where == "loss":
         names.add("kl_loss")

@@ -26,10 +26,10 @@ from rltrain.training.optimizers import (
     HostSteps,
     adam_step,
     keep_rounded,
+    learning_rate,
     orthogonalize,
     update_scale,
 )
-from rltrain.training.trainable import learning_rate
 from tests.support.cuda_streams import Device, Operators, RaceError
 
 CUDA = torch.device("cuda")

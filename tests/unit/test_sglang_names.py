@@ -8,14 +8,14 @@ from torch import Tensor
 
 from rltrain.errors import EngineLost
 from rltrain.reshard.layout import split
-from rltrain.rollout.layout import whole_tensors_layout
+from rltrain.rollout.layout import engine_by_names
 from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
 from rltrain.runtime.grid import Grid
 from tests.support.loading_server import LoadingServer, Model
 from tests.support.model_shards import tiny_architecture
 
 ARCHITECTURE = tiny_architecture("deepseek_v3")
-PARTS = split(whole_tensors_layout(ARCHITECTURE, Grid((0,))), 600)
+PARTS = split(engine_by_names(ARCHITECTURE, Grid((0,)), dtype="float32", fp8=False).plain, 600)
 SHAPES = dict(parameter for part in PARTS for parameter in part.on(0).parameters)
 Q, KV, FUSED = "self_attn.q_a_proj.", "self_attn.kv_a_proj_with_mqa.", "self_attn.fused_qkv_a_proj_with_mqa."
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -166,7 +166,7 @@ def test_verify_finds_what_the_loader_leaves_out_later_and_what_changed_on_the_w
 
 
 def test_each_tensor_is_on_one_rank_of_every_engine() -> None:
-    layout = whole_tensors_layout(ARCHITECTURE, Grid((4, 5, 6, 7), tp=2))
+    layout = engine_by_names(ARCHITECTURE, Grid((4, 5, 6, 7), tp=2), dtype="float32", fp8=False).plain
     names = {rank: [name for name, _ in layout.on(rank).parameters] for rank in layout.ranks}
     assert names[4] == names[6] and names[5] == names[7]
     assert [*names[4], *names[5]] == [*SHAPES] and names[4] and names[5]

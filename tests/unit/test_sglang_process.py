@@ -31,6 +31,7 @@ from rltrain.rollout.servers.sglang_process import (
     Server,
     ServerSpec,
     check_arguments,
+    kept_modules_of,
     model_config_of,
     server_arguments,
     server_environment,
@@ -448,11 +449,14 @@ def test_adapters_have_room_beside_the_base(tmp_path: Path) -> None:
 def test_weights_in_fp8_are_announced_as_a_checkpoint_of_them_announces_itself(tmp_path: Path) -> None:
     plain = make_spec(tmp_path, json_model_override_args='{"rope_theta": 1.0}')
     assert "json_model_override_args" not in server_arguments(plain, 1, 2)["own"]
-    own = server_arguments(replace(plain, fp8=True), 1, 2)["own"]
+    kept = kept_modules_of(tiny_architecture("qwen3_5_text"))
+    own = server_arguments(replace(plain, fp8=True, kept_modules=kept), 1, 2)["own"]
     overrides = json.loads(own["json_model_override_args"])
     assert overrides["rope_theta"] == 1.0
     assert overrides["quantization_config"]["quant_method"] == "fp8"
     assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
+    projections = [f"linear_attn.in_proj_{name}" for name in ("a", "b", "qkv", "z")]
+    assert overrides["quantization_config"]["modules_to_not_convert"] == ["linear_attn.conv1d", *projections]
 
 
 def test_keys_that_transformers_leaves_out_of_config_json_are_told(tmp_path: Path) -> None:

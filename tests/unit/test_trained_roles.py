@@ -25,7 +25,7 @@ from rltrain.roles.critic import CriticRole
 from rltrain.roles.role import Operations
 from rltrain.roles.trained import StepBatch, TrainedRole, find_odd_rank, summarize
 from rltrain.schedule.shape import prompt_blocks_of
-from rltrain.training.trainable import SKIPPED
+from rltrain.training.trainable import RATIO, SKIPPED, TOO_FAR
 from tests.support.model_shards import tiny_architecture
 from tests.support.packed_experience import packed_experience
 from tests.support.schedule_configs import NO_EVALUATION, make_config
@@ -207,6 +207,18 @@ def test_the_leader_warns_of_them_with_step_role_and_limit(caplog):
     (message,) = warnings_of(2, [0.0, 1.0, 1.0], caplog)
     assert message.startswith("step 4: 2 of the critic's 3 optimizer steps had a loss or a gradient norm that was not")
     assert "on_divergence.max_skipped 7" in message
+
+
+def test_the_leader_warns_of_steps_too_far_from_the_policy_of_the_samples(caplog):
+    far = {SKIPPED: 1.0, TOO_FAR: 1.0, RATIO: 6.5}
+    role = role_on(2)
+    role.config = make_config(on_divergence={"max_ratio": 5.0})
+    with caplog.at_level(logging.WARNING):
+        role.warn_of_skipped(4, [far, {SKIPPED: 0.0, TOO_FAR: 0.0, RATIO: 1.0}, far])
+    assert caplog.messages == [
+        "step 4: 2 of the critic's 3 optimizer steps had a mean ratio up to 6.5 and changed nothing "
+        "(on_divergence.max_ratio 5)"
+    ]
 
 
 def test_nobody_else_does_nor_anybody_of_usual_steps(caplog):

@@ -422,11 +422,6 @@ REFUSED_ROLLOUTS: dict[str, dict[str, Any]] = {
 }
 REFUSED_SECTIONS: dict[str, dict[str, Any]] = {
     "model.router_replay: got rollout": {"rollout": HTTP_ENGINE, "model": {"path": "m", "router_replay": "rollout"}},
-    "weight_sync.adapters: got apart with rollout.engine http": {
-        "rollout": HTTP_ENGINE,
-        "model": {"path": "m", "lora": {"rank": 4}},
-        "weight_sync": {"adapters": "apart"},
-    },
     "loss.policy: got gspo with algorithm sft, which has no policy loss; remove the key": {
         "algorithm": "sft",
         "placement": {"actor": 0},

@@ -82,6 +82,7 @@ UNTIED_GEMMA = replace(GEMMA, tied_embeddings=False)
 FIRST_GEMMA = tiny_architecture("gemma", max_positions=4096)
 WINDOWED = replace(GEMMA, family="mistral")
 SPARSE_MODEL = tiny_architecture("qwen2_moe", max_positions=4096)
+SGLANG_FP8 = {"rollout": {"engine": "sglang", "dtype": "fp8"}}
 PARTLY_DENSE = replace(SPARSE_MODEL, moe=replace(SPARSE_MODEL.moe, dense_layers=(0,)))  # type: ignore[type-var]
 APART = {"rollout": {"engine": "sglang"}, "model": {"path": "m", "lora": {"rank": 2}}} | {
     "weight_sync": {"adapters": "apart"}
@@ -98,6 +99,11 @@ def check(architecture: Architecture, **sections: Any) -> None:
     config = make_config(**{"placement": {"actor": "0-1", "rollout,reward": "2-3"}} | sections)
     grids = role_grids(config, resolve_placement(config.placement, 16, 8))
     check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
+
+
+@pytest.mark.parametrize("architecture", [GLM, DELTA_MODEL], ids=lambda architecture: architecture.family)
+def test_weights_by_names_may_be_in_fp8(architecture: Architecture) -> None:
+    check(architecture, **SGLANG_FP8)
 
 
 @pytest.mark.parametrize("sections", [SGLANG, TRANSFORMER_ENGINE, CP], ids=str)
@@ -126,7 +132,7 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (FIRST_GEMMA, SGLANG, ["got sglang", "model_type gemma (SGLang computes its GELU exactly", "embedded"]),
         (WINDOWED, SGLANG, ["rollout.engine: got sglang", "sliding windows", "ignores", "expected embedded"]),
         (PARTLY_DENSE, SGLANG, ["rollout.engine: got sglang", "layers without experts", "expected embedded"]),
-        (GLM, SGLANG | {"rollout": {"engine": "sglang", "dtype": "fp8"}}, ["rollout.dtype: got fp8", "unquantised"]),
+        (tiny_architecture("phi3"), SGLANG_FP8, ["rollout.dtype: got fp8", "drops the scales", "auto, or embedded"]),
         (GLM, APART, ["weight_sync.adapters: got apart", "merged; expected merged"]),
         (GLM, UNKEPT, ["weight_sync.delta", "without rollout.sglang.keep_weights", "expected null"]),
         (

@@ -163,6 +163,17 @@ def test_equal_ids_with_other_images_share_nothing(
     assert done[0].logprobs != done[1].logprobs
 
 
+def test_text_before_images_is_computed_once(model: Model, store: ImageStore, serve: Callable[..., Served]) -> None:
+    engine, images = serve()
+    system = text(70, 0)
+    samples = [sample_of(number, system, key, text(3, number)) for number, key in enumerate((11, 14, 15, 15))]
+    assert_greedy(model, store, samples, engine.generate(samples, GREEDY))
+    assert images.metrics() == {"images/engine_encoded": 3}
+    has_blocks = "rollout/kv_cache_peak" in engine.cache_metrics()
+    assert_greedy(model, store, samples, engine.generate(samples, GREEDY))
+    assert (engine.cache_metrics()["rollout/context_prefix_tokens"] >= 3 * 64) == has_blocks
+
+
 def test_images_beyond_max_patches_are_encoded_in_pieces(
     model: Model, store: ImageStore, serve: Callable[..., Served]
 ) -> None:

@@ -14,9 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rltrain.rollout.servers.protocols import VLLM_CONFIG, VLLM_GENERATE, VLLM_REQUEST
+from rltrain.rollout.servers.protocols import (
+    LOAD_ADAPTER,
+    MODELS,
+    UNLOAD_ADAPTER,
+    VLLM_CONFIG,
+    VLLM_GENERATE,
+    VLLM_REQUEST,
+)
 from tests.support.http_servers import VLLM_ANSWERS
-from tests.vllm.servers import CALL_TIMEOUT_S, VLLMServer, call, events, write_models
+from tests.vllm.servers import CALL_TIMEOUT_S, VLLMServer, call, events, write_adapters, write_models
 
 ABORT = "/inference/v1/abort_requests"
 LONG = 240
@@ -25,7 +32,12 @@ CONFIG = {
     "parallel_config": ("data_parallel_size", "is_moe_model"),
     "device_config": ("device",),
 }
-"""The settings of vLLM that the protocol reads, and weight_transfer_config, which is null or has a backend."""
+"""The settings of vLLM that the protocol reads, and two sections that may be null."""
+SECTIONS = ("weight_transfer_config", "lora_config")
+LORA = ("max_lora_rank", "target_modules")
+"""The settings of lora_config that the protocol reads."""
+WITH_ADAPTERS = ("--enable-lora", "--max-lora-rank", "8")
+ALLOWS_LOADS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
@@ -49,6 +61,24 @@ def recorded(server: VLLMServer, model: Path) -> dict[str, Any]:
     answers["abort"], (status, text) = _interrupted(server, long, lambda: call(server, ABORT, names))
     found = {name: {"status": status, "content": parsed(text)} for name, (status, text) in answers.items()}
     return found | {"aborted": {"status": status, "content": parsed(text)[-1:]}, "config": _config(server)}
+
+
+def recorded_with_adapters(server: VLLMServer, adapters: Path) -> dict[str, Any]:
+    """Returns the answers of a server that was started WITH_ADAPTERS. `adapters` has PEFT's files."""
+    load = {"lora_name": "rltrain-run.0", "lora_path": str(adapters)}
+    answers = {
+        "load_adapter": call(server, LOAD_ADAPTER, load),
+        "load_adapter_again": call(server, LOAD_ADAPTER, load),
+        "models_with_adapters": call(server, MODELS),
+        "unload_adapter": call(server, UNLOAD_ADAPTER, {"lora_name": load["lora_name"]}),
+        "unload_adapter_again": call(server, UNLOAD_ADAPTER, {"lora_name": load["lora_name"]}),
+        "load_no_adapter": call(server, LOAD_ADAPTER, {"lora_name": "none", "lora_path": "/no/such/folder"}),
+        "load_adapter_without_fields": call(server, LOAD_ADAPTER, {}),
+    }
+    found = {name: {"status": status, "content": parsed(text)} for name, (status, text) in answers.items()}
+    found["models_with_adapters"]["content"] = found["models_with_adapters"]["content"]["data"][1]
+    lora = json.loads(call(server, VLLM_CONFIG)[1])["vllm_config"]["lora_config"]
+    return found | {"lora_config": {"status": 200, "content": {key: lora[key] for key in LORA}}}
 
 
 def broken(server: VLLMServer) -> dict[str, Any]:
@@ -83,7 +113,7 @@ def _config(server: VLLMServer) -> dict[str, Any]:
     status, text = call(server, VLLM_CONFIG)
     told = json.loads(text)["vllm_config"]
     used: dict[str, Any] = {name: {key: told[name][key] for key in keys} for name, keys in CONFIG.items()}
-    config = used | {"weight_transfer_config": told["weight_transfer_config"]}
+    config = used | {name: told[name] for name in SECTIONS}
     return {"status": status, "content": {"vllm_config": config}}
 
 
@@ -103,7 +133,10 @@ def parsed(text: str) -> Any:
     """Returns the events of a stream, or the value of another answer, which is None if it has no text."""
     if text.startswith("data: "):
         return events(text)
-    return json.loads(text) if text else None
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text
 
 
 if __name__ == "__main__":
@@ -113,6 +146,13 @@ if __name__ == "__main__":
     try:
         server.ensure()
         found = {**recorded(server, models[0]), "broken": broken(server)}
+    finally:
+        server.kill()
+    write_adapters(models[0], Path(folder) / "adapters", 0)
+    server = VLLMServer(python, models[0], Path(folder) / "adapting.log", *WITH_ADAPTERS, environment=ALLOWS_LOADS)
+    try:
+        server.ensure()
+        found |= recorded_with_adapters(server, Path(folder) / "adapters")
     finally:
         server.kill()
     [long] = found["aborted"]["content"][0]["choices"]

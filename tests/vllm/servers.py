@@ -15,6 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import peft
+import torch
+import transformers
+
 from rltrain.rollout.sample import Sample
 from tests.support.jobs import REPOSITORY
 from tests.support.rollout_models import ragged_requests, write_checkpoint
@@ -25,6 +29,8 @@ CALL_TIMEOUT_S = 120.0
 VOCAB_SIZE = 15
 """Tokens of the quickstart's tokenizer."""
 CONTEXT = 256
+RANK = 8
+"""Rank of adapters."""
 WIDE_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 """vLLM's attention on CPUs needs heads of 64 or more."""
 ENVIRONMENT = {
@@ -54,6 +60,18 @@ def write_models(folder: Path, family: str, **sizes: object) -> list[Path]:
     return paths
 
 
+def write_adapters(checkpoint: Path, folder: Path, seed: int) -> torch.nn.Module:
+    """Writes PEFT's own files of random adapters of all matrices. Returns the model with them."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear"))
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
 def requests(count: int = 6) -> list[Sample]:
     """Returns requests with prompts of 1, 3, 5, ... random tokens."""
     made = ragged_requests(count)
@@ -63,7 +81,9 @@ def requests(count: int = 6) -> list[Sample]:
 class VLLMServer:
     """A server in its own process group, at the same address for its whole life."""
 
-    def __init__(self, python: str, model: Path, log: Path, *arguments: str) -> None:
+    def __init__(
+        self, python: str, model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port: int = found.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -71,7 +91,7 @@ class VLLMServer:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"),
             *("--port", str(self.port), "--api-key", TOKEN, "--enable-scale-out", *ARGUMENTS, *arguments),
         ]
-        self._log = log
+        self._log, self._environment = log, environment or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
@@ -89,7 +109,11 @@ class VLLMServer:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=environment | ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
+                self._command,
+                env=environment | ENVIRONMENT | self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def kill(self) -> None:

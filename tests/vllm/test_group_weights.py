@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,9 +32,9 @@ from rltrain.rollout.servers.protocols import (
     VLLMProtocol,
 )
 from rltrain.runtime.grid import Grid
-from tests.forked.popen import FORKED_ENVIRONMENT, PYTHON_PATH, REPOSITORY, Popen
+from tests.forked.popen import PYTHON_PATH, Popen
 from tests.support import http_servers
-from tests.support.jobs import column, read_records, torchrun
+from tests.support.jobs import column, read_records, start_on_servers, wait_until
 from tests.support.nccl_on_gloo import TorchBackend
 from tests.support.schedule_configs import make_config
 from tests.vllm.servers import CONTEXT, TOKEN, VLLMServer, call
@@ -237,22 +235,14 @@ def test_the_stand_in_answers_as_a_real_server(servers: Callable[[int], list[VLL
 def start_job(urls: Path, output: Path, model: Path, data: str) -> Popen:
     sizes = ("batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}", f"steps={STEPS}", "data.eval=null")
     reward = "reward={function: 'tests.support.peer_rewards:trl_by_ids', num_workers: 1}"  # lengths
-    engines = (
-        *("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN"),
+    return start_on_servers(
+        urls,
+        TOKEN,
+        *(f"model.path={model}", "placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1"),
         *("rollout.http.weights=group", "rollout.http.staging_mb=0.1", "rollout.http.reread_s=0.1"),
-    )
-    return Popen(
-        [
-            *(*torchrun(1), "tests/support/nccl_on_gloo_train.py", "--config", "configs/quickstart.yaml"),
-            *(f"model.path={model}", "placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1"),
-            *(*sizes, reward, data, *engines, "checkpoint.save_hf=false", f"output_dir={output}"),
-        ],
-        cwd=REPOSITORY,
-        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": TOKEN},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        *(*sizes, reward, data, f"output_dir={output}"),
+        num_ranks=1,
+        script="tests/support/nccl_on_gloo_train.py",
     )
 
 
@@ -265,9 +255,9 @@ def test_a_job_broadcasts_its_weights_and_servers_may_come_and_die(
     urls.write_text(f"{first.url}\n")
     old = weight_version(second)
     with start_job(urls, output, checkpoints[0], data_overrides[0]) as job:
-        wait_until(lambda: (output / "metrics.jsonl").exists(), job)
+        wait_until(lambda: (output / "metrics.jsonl").exists(), job, LIMIT_S)
         urls.write_text(f"{first.url}\n{second.url}\n")
-        wait_until(lambda: weight_version(second) != old, job)
+        wait_until(lambda: weight_version(second) != old, job, LIMIT_S)
         second.kill()
         stdout, stderr = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
@@ -280,11 +270,3 @@ def test_a_job_broadcasts_its_weights_and_servers_may_come_and_die(
 
 def weight_version(server: VLLMServer) -> str:
     return str(json.loads(call(server, "/weight_info")[1])["weight_version"])
-
-
-def wait_until(met: Callable[[], bool], job: Popen) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not met():
-        assert job.poll() is None, job.communicate()[1][-6000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

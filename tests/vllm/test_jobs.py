@@ -12,16 +12,21 @@ STEPS = 4
 TIMEOUT_S = 600
 
 
-@pytest.fixture
-def overrides(server: VLLMServer, checkpoints: list[Path], data_overrides: list[str], tmp_path: Path) -> list[str]:
-    (tmp_path / "token").write_text(TOKEN)
+def job_on(server: VLLMServer, checkpoint: Path, data_overrides: list[str], folder: Path) -> list[str]:
+    """Returns the overrides of a job on a server, with its output in `folder`/run."""
+    (folder / "token").write_text(TOKEN)
     return [
-        *("rollout.engine=http", f"rollout.urls=[{server.url}]", f"rollout.http.token_file={tmp_path}/token"),
-        *(f"model.path={checkpoints[0]}", *data_overrides, *SHORT, "actor.parallel.tp=1", f"steps={STEPS}"),
+        *("rollout.engine=http", f"rollout.urls=[{server.url}]", f"rollout.http.token_file={folder}/token"),
+        *(f"model.path={checkpoint}", *data_overrides, *SHORT, "actor.parallel.tp=1", f"steps={STEPS}"),
         *("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}", "logging.sample_ids=true"),
         *("loss.entropy_coef=1.0", "actor.optimizer={lr: 3.0e-3, warmup_steps: 0}"),  # all samples get the same reward
-        f"output_dir={tmp_path}/run",
+        f"output_dir={folder}/run",
     ]
+
+
+@pytest.fixture
+def overrides(server: VLLMServer, checkpoints: list[Path], data_overrides: list[str], tmp_path: Path) -> list[str]:
+    return job_on(server, checkpoints[0], data_overrides, tmp_path)
 
 
 def assert_every_sample_once(output: Path) -> None:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from rltrain.errors import ConfigError
 from rltrain.models.attention import attend
-from rltrain.rollout.embedded.block_tables import BlockTables, KvBudget, blocks_of, num_blocks
+from rltrain.rollout.embedded.block_tables import BlockTables, EnteredSample, KvBudget, blocks_of, num_blocks
 from rltrain.rollout.embedded.kv_cache import (
     AttentionShape,
     CacheShape,
     DecodeAttention,
     Entered,
+    Head,
     Keeper,
     KvCache,
     ParkedSamples,
@@ -332,26 +333,19 @@ class BlockCache(KvCache):
         return self._allocated().num_admissible(waiting, num_wanted, num_running, version)
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
-        entered, copies = Entered({}, []), list[tuple[int, int]]()
         entries = self._allocated().enter(first_slot, samples, version)
         if self.states:
             self.states.begin(first_slot, first_slot + len(samples))
-        for slot, (sample, entry) in enumerate(zip(samples, entries, strict=True), start=first_slot):
-            head = sample.context[:-1]
-            if entry.follows:
-                entered.suffixes.append(Suffix(slot, entry.first, head[entry.first :]))
-                if self.states and entry.states:
+            for slot, entry in enumerate(entries, start=first_slot):
+                if entry.states:
                     self.states.resume(slot, entry.states)
-            elif entry.is_computed:
-                entered.heads.setdefault(head, []).append((slot, entry.first))
-            elif entry.copy is not None:
-                copies.append(entry.copy)
+        copies = [entry.copy for entry in entries if entry.copy]
         if copies:
             sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
             for cache in self._by_position():
                 for layer in cache:  # one by one to save memory
                     layer.index_copy_(0, destinations, layer.index_select(0, sources))
-        return entered
+        return _work([sample.context[:-1] for sample in samples], entries, first_slot)
 
     def extend(self, slot: int, position: int) -> int:
         return self._allocated().extend(slot, position)
@@ -366,6 +360,10 @@ class BlockCache(KvCache):
         if self._tables is not None:
             for slot in range(first, end):
                 self._tables.free(slot)
+
+    def forget_prompts(self) -> None:
+        if self._tables is not None:
+            self._tables.forget_prompts()
 
     def park(self, slot: int, sample: Sample) -> None:
         self._allocated().park(slot, sample, self.states.parked(slot) if self.states else None)
@@ -389,7 +387,12 @@ class BlockCache(KvCache):
         return _PrefillAttention(self, self._moved(spans), width)
 
     def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
-        spans = [(row * width, suffix.slot, suffix.first, suffix.end) for row, suffix in enumerate(suffixes)]
+        spans = [
+            (row * width + max(first - suffix.first, 0), slot, max(first, suffix.first), suffix.end)
+            for row, suffix in enumerate(suffixes)
+            for slot, first in ((suffix.slot, suffix.first), *suffix.others)
+            if first < suffix.end
+        ]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
         rows = self._allocated().rows[[suffix.slot for suffix in suffixes], :num_read]
         blocks = torch.from_numpy(rows).to(self.table.device)
@@ -474,6 +477,33 @@ class BlockCache(KvCache):
         if self._routing_shape is not None:
             self.routing = (self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=like.device),)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
+
+
+def _work(heads: Sequence[Head], entries: Sequence[EnteredSample], first_slot: int) -> Entered:
+    """Returns the work for samples with these heads in the slots from `first_slot` on. Equal ones are computed once."""
+    whole, parts, alone = dict[Head, list[Keeper]](), dict[Head, Suffix](), list[Suffix]()
+    num_parked_tokens, num_prefix_tokens = 0, 0
+    for slot, (head, entry) in enumerate(zip(heads, entries, strict=True), start=first_slot):
+        keeper, mate = (slot, entry.first), parts.get(head)
+        suffix = Suffix(*keeper, head[entry.first :], entry.round)
+        if entry.is_parked:
+            alone.append(suffix)
+            num_parked_tokens += entry.first
+        elif not entry.is_computed:
+            continue
+        elif head in whole:
+            whole[head].append(keeper)
+        elif mate and mate.first <= entry.first:
+            parts[head] = mate._replace(others=(*mate.others, keeper))
+        elif entry.follows:
+            if mate:  # it lacks what `mate` found
+                alone.append(suffix)
+            else:
+                parts[head] = suffix
+            num_prefix_tokens += 0 if entry.is_of_prompt else entry.first
+        else:
+            whole[head] = [keeper]
+    return Entered(whole, [*alone, *parts.values()], num_parked_tokens, num_prefix_tokens)
 
 
 class _PrefillAttention(PrefillAttention):

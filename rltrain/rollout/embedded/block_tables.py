@@ -1,5 +1,6 @@
 """Block tables: the blocks of each slot's positions. Also computes the number of blocks of a rank."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,12 +23,11 @@ _ADMIT_FRACTION = 8
 
 States = tuple[Tensor, Tensor]
 """The states of a sample, as parked by SampleStates."""
-_PrefixKey = tuple[int, tuple[int, ...]]
-"""(version of the weights, prompt without its last token)."""
+_Tokens = tuple[int, ...]
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1, each free, held by running samples, or only kept by parked samples.
+    """Blocks 1 .. num_blocks - 1, each free, held by running samples, or only kept for later ones.
 
     Block 0 is never allocated. Idle slots write there.
     """
@@ -80,6 +80,10 @@ class BlockPool:
             self.num_keepers[block] += 1
         self.give_back(blocks)
 
+    def keep_also(self, block: int) -> None:
+        """Adds a keeper to a block with holders."""
+        self.num_keepers[block] += 1
+
     def hold_again(self, blocks: Sequence[int]) -> None:
         """Turns one keeper of each block into a holder."""
         self.share(blocks)
@@ -104,41 +108,153 @@ class BlockPool:
 
 @dataclass(eq=False)
 class _Holding:
+    """Blocks of a sample. The first ones are those of its prompt up to `end`, and the prompt's `rest` follows them."""
+
     blocks: list[int]
-    key: _PrefixKey
+    end: "_PromptBlock"
+    rest: _Tokens
     states: States | None = None
     """States of a parked sample, if the model has any."""
+    last_use: int = 0
 
 
-@dataclass
-class _Prefix:
-    """All holdings of one prompt. They share its full blocks. Each has a separate block for the rest of the prompt."""
+@dataclass(eq=False)
+class _PromptBlock:
+    """A full block of prompts: `tokens` that follow those of `parent`. The root of a tree has neither."""
 
-    holdings: list[_Holding] = field(default_factory=list)
-    is_computed: bool = False
+    parent: "_PromptBlock | None" = None
+    tokens: _Tokens = ()
+    block: int = 0
+    round: int = 0
+    """Number of rounds of suffixes before the one that computes it. 0 for blocks that are there or in whole heads."""
+    children: "dict[_Tokens, _PromptBlock]" = field(default_factory=dict)
+    prompts: dict[_Tokens, list[_Holding]] = field(default_factory=dict)
+    """Holdings of the prompts whose full blocks end here, by the rest of the prompt."""
+    last_use: int = 0
+    is_kept: bool = True
+    """Whether the tree keeps the block."""
+
+
+class PromptTree:
+    """Full blocks of the prompts computed with the present weights. Prompts that begin alike share them.
+
+    The tree keeps the blocks after their samples have ended, until others need them. The least recently used go first.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.root = _PromptBlock()
+        self._idle: OrderedDict[_PromptBlock, None] = OrderedDict()
+        """Blocks without holders and children that nobody else keeps, from the least to the most recently used."""
+        self._now = 0
+
+    @property
+    def oldest(self) -> _PromptBlock | None:
+        """The block to be evicted next."""
+        return next(iter(self._idle), None)
+
+    def tick(self) -> int:
+        """Returns the time of a use. It counts uses."""
+        self._now += 1
+        return self._now
+
+    def hold(self, first: _PromptBlock, following: Sequence[_Tokens]) -> tuple[list[int], _PromptBlock]:
+        """Holds the blocks that follow `first` and have the tokens of `following`, as far as they exist.
+
+        Returns them and the last of them, or `first`.
+        """
+        blocks, last = list[int](), first
+        for tokens in following:
+            child = last.children.get(tokens)
+            if child is None:
+                break
+            blocks.append(child.block)
+            last = child
+        self._pool.share(blocks)
+        self._idle.pop(last, None)
+        return blocks, last
+
+    def add(self, parent: _PromptBlock, tokens: _Tokens, block: int, number: int) -> _PromptBlock:
+        """Adds a block that round `number` computes, and keeps it. A sample must hold it."""
+        child = parent.children[tokens] = _PromptBlock(parent, tokens, block, number)
+        self._pool.keep_also(block)
+        return child
+
+    def release(self, last: _PromptBlock) -> None:
+        """Notes the use of the blocks up to `last` by a sample that no longer holds or keeps them."""
+        now, node = self.tick(), last
+        while node.parent is not None:
+            node.last_use = now
+            node = node.parent
+        if self._is_idle(last):
+            self._idle[last] = None
+            self._idle.move_to_end(last)
+
+    def evict(self) -> None:
+        """Gives up the oldest block."""
+        gone, _ = self._idle.popitem(last=False)
+        self._give_up(gone)
+        assert gone.parent is not None, "a root is never idle"
+        del gone.parent.children[gone.tokens]
+        if self._is_idle(gone.parent):  # its last use was that of `gone`
+            self._idle[gone.parent] = None
+            self._idle.move_to_end(gone.parent, last=False)
+
+    def forget(self) -> None:
+        """Gives up all blocks. Samples that hold or keep them go on."""
+        left = [*self.root.children.values()]
+        while left:
+            node = left.pop()
+            left += node.children.values()
+            self._give_up(node)
+        self._idle.clear()
+        self.root = _PromptBlock()
+
+    def _give_up(self, node: _PromptBlock) -> None:
+        node.is_kept = False
+        self._pool.give_up([node.block])
+
+    def _is_idle(self, node: _PromptBlock) -> bool:
+        if node.parent is None or node.children or not node.is_kept:
+            return False
+        return self._pool.num_holders[node.block] == 0 and self._pool.num_keepers[node.block] == 1
 
 
 class EnteredSample(NamedTuple):
     """The work needed for a newly entered sample.
 
     If `is_computed`, its head is computed and stored from position `first` on. Otherwise only the partly filled block
-    of its prompt is copied, as (source, destination). If it `follows`, the cache already holds everything before
-    `first`, and the sample's `states` there if the model has any.
+    of its prompt is copied, as (source, destination). If it `follows`, the cache holds everything before `first` by the
+    `round` of suffixes. A parked sample returns with its `states` there if the model has any.
     """
 
     is_computed: bool
     first: int
-    copy: tuple[int, int] | None
+    copy: tuple[int, int] | None = None
     follows: bool = False
+    is_parked: bool = False
     states: States | None = None
+    round: int = 0
+    is_of_prompt: bool = False
+    """Whether another sample of its prompt is there."""
+
+
+class _Start(NamedTuple):
+    """What is there of a sample. `entry` says it if the sample was parked."""
+
+    holding: _Holding
+    entry: EnteredSample | None = None
+    mate: _Holding | None = None
+    """Another sample of the prompt."""
 
 
 class BlockTables:
     """Tables of blocks of `block_tokens` tokens. A slot holds as many blocks as its positions need.
 
-    Samples of one prompt share its full blocks, which are never written again. All other blocks belong to one sample.
-    Parked samples keep their blocks until another sample needs them. Without `shares_computed` a prompt is computed
-    again for later samples, because the states of the earlier ones have advanced past it.
+    Prompts that begin alike share their full blocks, which are never written again. All other blocks belong to one
+    sample. Parked samples keep their blocks until another sample needs them, and so does the tree of prompts. Without
+    `shares_computed` a prompt is computed again for later samples, because the states of the earlier ones have advanced
+    past it.
     """
 
     def __init__(
@@ -150,16 +266,18 @@ class BlockTables:
         self.rows = np.zeros((num_slots, blocks_of(max_tokens, block_tokens)), dtype=np.int32)
         """Blocks of each slot, 0 for unused entries, shape [slots, blocks of the longest sample]."""
         self._holdings: list[_Holding | None] = [None] * num_slots
-        self._prefixes: dict[_PrefixKey, _Prefix] = {}
+        self._prompts = PromptTree(self.pool)
+        self._version: int | None = None
         self.parked: ParkedSamples[_Holding] = ParkedSamples(self._give_up)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
         """Implements KvCache.num_admissible. One block per running sample stays free, since all may fill theirs
         together."""
-        pool, counted, claimed = self.pool, set[_PrefixKey](), set[int]()
+        self._expect(version)
+        pool, planned, claimed = self.pool, dict[tuple[object, _Tokens], object](), set[int]()
         num_left, count = pool.num_free + pool.num_kept, 0
         for sample in waiting:
-            num_own, there = self._needs(sample, version, counted)
+            num_own, there = self._needs(sample, planned)
             if pool.num_kept:
                 found = {block for block in there if pool.is_kept(block)} - claimed
                 claimed |= found
@@ -175,15 +293,21 @@ class BlockTables:
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> list[EnteredSample]:
         """Allocates room for the samples' contexts in slots from `first_slot` on."""
-        # Blocks found for any sample are held before parked blocks are given up for the others.
-        found = [self._find(sample, version) for sample in samples]
+        self._expect(version)
+        # Blocks found for any sample are held before kept blocks are given up for the others.
+        found = [self._find(sample) for sample in samples]
+        new: list[_PromptBlock] = []
         entries = [
-            self._enter(slot, sample, start or self._find(sample, version) or self._begin(sample, version))
+            self._enter(slot, sample, start, new)
             for slot, (sample, start) in enumerate(zip(samples, found, strict=True), first_slot)
         ]
-        for slot in range(first_slot, first_slot + len(samples)):
-            self._prefixes[self._held(slot).key].is_computed = True
+        for node in new:
+            node.round = 0
         return entries
+
+    def forget_prompts(self) -> None:
+        """Implements KvCache.forget_prompts."""
+        self._prompts.forget()
 
     def extend(self, slot: int, position: int) -> int:
         """Implements KvCache.extend."""
@@ -213,67 +337,97 @@ class BlockTables:
     def park(self, slot: int, sample: Sample, states: States | None = None) -> None:
         """Implements KvCache.park."""
         holding = self._held(slot)
-        holding.states = states
+        holding.states, holding.last_use = states, self._prompts.tick()
         self.pool.keep(holding.blocks)
         self.parked.add(sample, holding)
         self._holdings[slot] = None
         self.rows[slot] = 0
 
-    def _needs(self, sample: Sample, version: int, counted: set[_PrefixKey]) -> tuple[int, Sequence[int]]:
-        """Returns (number of new blocks for the sample, blocks available for sharing). Adds its prompt to `counted`.
+    def _expect(self, version: int) -> None:
+        """Forgets prompts computed under another version of the weights."""
+        if version != self._version:
+            self.forget_prompts()
+            self._version = version
 
-        `counted` has the prompts of samples considered before it.
+    def _needs(self, sample: Sample, planned: dict[tuple[object, _Tokens], object]) -> tuple[int, Sequence[int]]:
+        """Returns (number of new blocks for the sample, blocks available for sharing). Adds its prompt to `planned`.
+
+        `planned` has the blocks of prompts considered before it, by the block before and the tokens.
         """
         num_blocks = blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens)
         if parked := self.parked.get(sample):
             return num_blocks - len(parked.memory.blocks), parked.memory.blocks
-        key = (version, sample.prompt[:-1])
-        num_full = len(key[1]) // self.block_tokens
-        if prefix := self._prefixes.get(key):
-            return num_blocks - num_full, prefix.holdings[0].blocks[:num_full]
-        num_shared = num_full if key in counted else 0
-        counted.add(key)
-        return num_blocks - num_shared, ()
+        node: _PromptBlock | None = self._prompts.root
+        last: object = node
+        there, num_shared = list[int](), 0
+        for tokens in self._full_blocks(sample):
+            node = node.children.get(tokens) if node else None
+            if node:
+                there.append(node.block)
+                last = node
+                continue
+            num_shared += (last, tokens) in planned
+            last = planned.setdefault((last, tokens), object())
+        return num_blocks - len(there) - num_shared, there
 
-    def _find(self, sample: Sample, version: int) -> tuple[_Holding, EnteredSample] | None:
-        """Holds the blocks available for the sample. Returns None if there are none."""
+    def _full_blocks(self, sample: Sample) -> list[_Tokens]:
+        """Returns the tokens of the full blocks of a prompt without its last token."""
+        size, prompt = self.block_tokens, sample.prompt
+        return [prompt[end - size : end] for end in range(size, len(prompt), size)]
+
+    def _find(self, sample: Sample) -> _Start:
+        """Holds the blocks that are there for the sample."""
         if parked := self.parked.take(sample):
             self.pool.hold_again(parked.memory.blocks)
             states, parked.memory.states = parked.memory.states, None
-            return parked.memory, EnteredSample(True, len(parked.head), None, follows=True, states=states)
-        key = (version, sample.prompt[:-1])
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            return None
-        num_full, rest = divmod(len(key[1]), self.block_tokens)
-        blocks = prefix.holdings[0].blocks
-        holding = _Holding(blocks[:num_full], key)
-        self.pool.share(holding.blocks)
-        prefix.holdings.append(holding)
-        if sample.tokens or not prefix.is_computed or not self._shares_computed:
-            return holding, EnteredSample(True, num_full * self.block_tokens, None)
-        return holding, EnteredSample(False, 0, (blocks[num_full], 0) if rest else None)
+            entry = EnteredSample(True, len(parked.head), follows=True, is_parked=True, states=states)
+            return _Start(parked.memory, entry)
+        full = self._full_blocks(sample)
+        blocks, last = self._prompts.hold(self._prompts.root, full)
+        holding = _Holding(blocks, last, sample.prompt[len(full) * self.block_tokens : -1])
+        mates = last.prompts.get(holding.rest) if len(blocks) == len(full) else None
+        return _Start(holding, mate=mates[0] if mates else None)
 
-    def _begin(self, sample: Sample, version: int) -> tuple[_Holding, EnteredSample]:
-        key = (version, sample.prompt[:-1])
-        holding = _Holding([], key)
-        self._prefixes[key] = _Prefix([holding])
-        return holding, EnteredSample(True, 0, None)
-
-    def _enter(self, slot: int, sample: Sample, start: tuple[_Holding, EnteredSample]) -> EnteredSample:
-        holding, entry = start
-        num_own = blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens) - len(holding.blocks)
+    def _enter(self, slot: int, sample: Sample, start: _Start, new: list[_PromptBlock]) -> EnteredSample:
+        """Completes the blocks of a sample. Adds the blocks that it computes to the tree, and to `new`."""
+        holding, entry, _ = start
+        full = [] if entry else self._full_blocks(sample)
+        if not entry:
+            more, holding.end = self._prompts.hold(holding.end, full[len(holding.blocks) :])
+            holding.blocks += more
+        num_found = len(holding.blocks)
+        num_own = blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens) - num_found
         self._make_free(num_own)
-        own = self.pool.take(num_own)
-        holding.blocks += own
+        holding.blocks += self.pool.take(num_own)
         self._holdings[slot] = holding
         self.rows[slot, : len(holding.blocks)] = holding.blocks
-        return entry._replace(copy=(entry.copy[0], own[0])) if entry.copy else entry
+        if entry:
+            return entry
+        entry = self._work(sample, start, num_found)
+        for tokens, block in zip(full[num_found:], holding.blocks[num_found:], strict=False):
+            holding.end = self._prompts.add(holding.end, tokens, block, entry.round + entry.follows)
+            new.append(holding.end)
+        holding.end.prompts.setdefault(holding.rest, []).append(holding)
+        return entry
+
+    def _work(self, sample: Sample, start: _Start, num_found: int) -> EnteredSample:
+        """Returns the work for a sample with its first `num_found` blocks there by the time of its round."""
+        first, mate = num_found * self.block_tokens, start.mate
+        if not self._shares_computed:
+            return EnteredSample(True, first)
+        if mate and not sample.tokens:
+            own = start.holding.blocks[num_found] if start.holding.rest else 0
+            return EnteredSample(False, 0, (mate.blocks[num_found], own) if own else None, is_of_prompt=True)
+        follows = first > 0
+        return EnteredSample(True, first, follows=follows, round=start.holding.end.round, is_of_prompt=bool(mate))
 
     def _make_free(self, num_blocks: int) -> bool:
-        """Evicts parked samples until so many blocks are free. Returns whether they are."""
+        """Evicts parked samples and kept prompts until so many blocks are free. Returns whether they are."""
         while self.pool.num_free < num_blocks:
-            if not self.parked.evict():
+            prompt, parked = self._prompts.oldest, self.parked.oldest
+            if prompt and (parked is None or prompt.last_use < parked.memory.last_use):
+                self._prompts.evict()
+            elif not self.parked.evict():
                 return False
         return True
 
@@ -283,10 +437,12 @@ class BlockTables:
         self._forget(holding)
 
     def _forget(self, holding: _Holding) -> None:
-        prefix = self._prefixes[holding.key]
-        prefix.holdings.remove(holding)
-        if not prefix.holdings:
-            del self._prefixes[holding.key]
+        """Forgets a sample that no longer holds or keeps its blocks."""
+        mates = holding.end.prompts[holding.rest]
+        mates.remove(holding)
+        if not mates:
+            del holding.end.prompts[holding.rest]
+        self._prompts.release(holding.end)
 
     def _held(self, slot: int) -> _Holding:
         holding = self._holdings[slot]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.rollout.embedded.kv_cache import KvCache, rounded
+from rltrain.rollout.embedded.kv_cache import HeadTokens, KvCache, rounded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 
@@ -362,6 +362,7 @@ class Slots:
         either reason or by its length)."""
         self.num_preempted = 0
         """Number of preempted samples since a reader last set this to 0."""
+        self.head_tokens = HeadTokens()
         idle = [0, 0, 0, self.transcript.nowhere, 1, 0, 0]
         self._idle_state = torch.tensor(idle, device=device)[:, None]
         self.clear()

@@ -141,6 +141,7 @@ class EmbeddedEngine(Engine):
     def begin_update(self) -> None:
         """Withdraws the policy version, because the weights are about to be rewritten. Running samples stay."""
         self.policy_version = None
+        self._slots.cache.forget_prompts()
         if self._images:
             self._images.changed()
 
@@ -193,9 +194,10 @@ class EmbeddedEngine(Engine):
     def suspend(self) -> list[Sample]:
         """Removes and returns all unfinished samples in the order of submission, each with its tokens so far.
 
-        Nothing is kept of samples between two turns either, because they may continue elsewhere.
+        Nothing is kept of samples between two turns either, because they may continue elsewhere, nor of prompts.
         """
         self._slots.cache.parked.clear()
+        self._slots.cache.forget_prompts()
         generation, self._generation = self._generation, None
         if generation is None:
             return []
@@ -250,6 +252,7 @@ class EmbeddedEngine(Engine):
         self.forget_images()
         if self._cache_returns() and self._was_released:
             self._slots.cache.parked.clear()
+            self._slots.cache.forget_prompts()
             self._slots.clear()
         else:  # always the first time, because other roles have not allocated all of their memory yet
             self._was_released |= any(tensor.numel() for tensor in self.cache_tensors())
@@ -260,9 +263,9 @@ class EmbeddedEngine(Engine):
         self._decoder.forget()
 
     def cache_metrics(self) -> dict[str, float]:
-        """Returns metrics since the last call: the peak use and preemptions of a limited cache, and reuse between
-        turns."""
-        metrics = self._slots.cache.metrics()
+        """Returns metrics since the last call: where tokens of contexts came from, the peak use and preemptions of a
+        limited cache, and reuse between turns."""
+        metrics = self._slots.head_tokens.metrics() | self._slots.cache.metrics()
         if self._images:
             metrics |= self._images.metrics()
         if not self._has_budget:

@@ -22,6 +22,8 @@ from rltrain.rollout.workspace import PASS_TOKENS
 
 _PASS_SCORES = 1 << 22
 """Limit of (padded token, attended position) pairs in one pass over suffixes. It bounds the scores of one head."""
+_PASS_READ_TOKENS = 1 << 16
+"""Limit of the cached tokens that a pass over several suffixes reads. It bounds the copies of their keys and values."""
 
 
 def fill_cache(
@@ -82,14 +84,15 @@ def head_passes(heads: Iterable[Head]) -> list[list[Head]]:
 
 
 def suffix_passes(suffixes: Iterable[Suffix]) -> list[list[Suffix]]:
-    """Returns the suffixes with tokens, from short to long, in groups for one pass each.
+    """Returns the suffixes with tokens, round by round and from short to long, in groups for one pass each.
 
     A suffix too long for a pass is cut into pieces, computed one after the other.
     """
     passes: list[list[Suffix]] = []
-    ordered = sorted((suffix for suffix in suffixes if suffix.tokens), key=lambda suffix: len(suffix.tokens))
+    ordered = sorted((s for s in suffixes if s.tokens), key=lambda suffix: (suffix.round, len(suffix.tokens)))
     for piece in (piece for suffix in ordered for piece in _pieces(suffix)):
-        if passes and passes[-1][-1].slot != piece.slot and _fits_one_pass([*passes[-1], piece]):
+        last = passes[-1][-1] if passes else piece
+        if last.slot != piece.slot and last.round == piece.round and _fits_one_pass([*passes[-1], piece]):
             passes[-1].append(piece)
         else:
             passes.append([piece])
@@ -99,12 +102,17 @@ def suffix_passes(suffixes: Iterable[Suffix]) -> list[list[Suffix]]:
 def _pieces(suffix: Suffix) -> Iterator[Suffix]:
     size = max(1, min(PASS_TOKENS, _PASS_SCORES // suffix.end))
     for start in range(0, len(suffix.tokens), size):
-        yield Suffix(suffix.slot, suffix.first + start, suffix.tokens[start : start + size])
+        yield suffix._replace(first=suffix.first + start, tokens=suffix.tokens[start : start + size])
 
 
 def _fits_one_pass(suffixes: Sequence[Suffix]) -> bool:
     num_tokens = len(suffixes) * max(len(suffix.tokens) for suffix in suffixes)
-    return num_tokens <= PASS_TOKENS and num_tokens * max(suffix.end for suffix in suffixes) <= _PASS_SCORES
+    longest = max(suffix.end for suffix in suffixes)
+    return (
+        num_tokens <= PASS_TOKENS
+        and num_tokens * longest <= _PASS_SCORES
+        and len(suffixes) * longest <= _PASS_READ_TOKENS
+    )
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
@@ -173,6 +181,7 @@ class Generation:
         images: EngineImages | None = None,
     ) -> None:
         slots.clear()
+        slots.cache.forget_prompts()  # so results do not depend on what the engine generated before
         self.sampling = sampling
         self._model, self._slots, self._decoder, self._stop_strings = model, slots, decoder, stop_strings
         self._max_context_tokens, self._images = max_context_tokens, images
@@ -315,6 +324,7 @@ class Generation:
         self._write_state(first, admitted)
         cache, samples = self._slots.cache, [running.sample for running in admitted]
         entered = cache.enter(first, [self._keyed(sample) for sample in samples], policy_version)
+        self._slots.head_tokens.add(sum(len(running.context) - 1 for running in admitted), entered)
         seen = Admitted(self._images, first, samples) if self._images else None
         fill_cache(self._model, cache, entered, self._device, seen)
         self._crowded_step = 0
@@ -385,6 +395,7 @@ class Generation:
         self._park([slot for slot in finished if self._running[slot].goes_on])
         self._compact(finished)
         if any(failed):  # a mask would not hide their NaNs
+            self._slots.cache.forget_prompts()
             for tensor in self._slots.cache.tensors():
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -192,6 +192,11 @@ class ParkedSamples(Generic[M]):
         self._num_reused_tokens += len(parked.head) if parked else 0
         return parked
 
+    @property
+    def oldest(self) -> Parked[M] | None:
+        """The sample parked first, if any."""
+        return next(iter(self._parked.values()), None)
+
     def evict(self) -> bool:
         """Gives up the sample parked first. Returns False if there is none."""
         oldest = next(iter(self._parked), None)
@@ -230,11 +235,16 @@ Keeper = tuple[int, int]
 
 
 class Suffix(NamedTuple):
-    """Tokens that follow a slot's cached content, from position `first` on."""
+    """Tokens that follow a slot's cached content, from position `first` on.
+
+    Suffixes of a `round` follow the tokens of heads and earlier rounds. Further slots in `others` store them too.
+    """
 
     slot: int
     first: int
     tokens: tuple[int, ...]
+    round: int = 0
+    others: tuple[Keeper, ...] = ()
 
     @property
     def end(self) -> int:
@@ -244,10 +254,48 @@ class Suffix(NamedTuple):
 
 class Entered(NamedTuple):
     """The work needed for newly entered samples: whole heads with the slots to store them, and suffixes of cached
-    samples."""
+    samples and prompts.
+
+    `num_parked_tokens` and `num_prefix_tokens` are there from earlier turns and from prompts that begin alike.
+    """
 
     heads: dict[Head, list[Keeper]]
     suffixes: list[Suffix]
+    num_parked_tokens: int = 0
+    num_prefix_tokens: int = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(map(len, self.heads)) + sum(len(suffix.tokens) for suffix in self.suffixes)
+
+
+@dataclass
+class HeadTokens:
+    """Tokens of the heads of all samples that entered, and where they came from, since the last report."""
+
+    num_tokens: int = 0
+    num_computed: int = 0
+    num_parked: int = 0
+    num_of_prefixes: int = 0
+
+    def add(self, num_tokens: int, entered: Entered) -> None:
+        """Adds samples with heads of `num_tokens` together."""
+        self.num_tokens += num_tokens
+        self.num_computed += entered.num_computed_tokens
+        self.num_parked += entered.num_parked_tokens
+        self.num_of_prefixes += entered.num_prefix_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call. Tokens of earlier turns are among those of `ParkedSamples`."""
+        num_of_groups = self.num_tokens - self.num_computed - self.num_parked - self.num_of_prefixes
+        counts = {
+            "rollout/context_tokens": self.num_tokens,
+            "rollout/context_computed_tokens": self.num_computed,
+            "rollout/context_group_tokens": num_of_groups,
+            "rollout/context_prefix_tokens": self.num_of_prefixes,
+        }
+        self.num_tokens = self.num_computed = self.num_parked = self.num_of_prefixes = 0
+        return dict(counts)
 
 
 class AttentionShape(NamedTuple):
@@ -482,6 +530,10 @@ class KvCache(ABC):
     @abstractmethod
     def free(self, first: int, end: int) -> None:
         """Frees the content of the slots from `first` up to `end`."""
+
+    @abstractmethod
+    def forget_prompts(self) -> None:
+        """Gives up what is kept of prompts for others that begin alike. Running and parked samples keep theirs."""
 
     @abstractmethod
     def park(self, slot: int, sample: Sample) -> None:

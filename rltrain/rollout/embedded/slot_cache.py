@@ -91,13 +91,14 @@ class SlotCache(KvCache):
         return len(waiting)
 
     def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> Entered:
-        entered = Entered({}, [])
+        entered, num_parked = Entered({}, []), 0
         if self.states:
             self.states.begin(first_slot, first_slot + len(samples))
         for slot, sample in enumerate(samples, start=first_slot):
             head = sample.context[:-1]
             if parked := self._parked.take(sample):
                 first = len(parked.head)
+                num_parked += first
                 for cache, kept in zip(self._by_position(), parked.memory.of_tokens, strict=True):
                     cache[:, slot, :, :first] = kept
                 if self.states and parked.memory.states:
@@ -108,7 +109,7 @@ class SlotCache(KvCache):
         num_tokens = torch.tensor([len(sample.prompt) + len(sample.tokens) - 1 for sample in samples])
         beyond = torch.arange(self.capacity, device=self.mask.device) >= num_tokens.to(self.mask.device)[:, None, None]
         self.mask[first_slot : first_slot + len(samples)] = self.mask.new_zeros(()).masked_fill(beyond, -torch.inf)
-        return entered
+        return entered._replace(num_parked_tokens=num_parked)
 
     def extend(self, slot: int, position: int) -> int:
         return self._max_positions
@@ -123,6 +124,9 @@ class SlotCache(KvCache):
 
     def free(self, first: int, end: int) -> None:
         """Does nothing, since the memory of a slot stays for the next sample."""
+
+    def forget_prompts(self) -> None:
+        """Does nothing, since slots share nothing."""
 
     def park(self, slot: int, sample: Sample) -> None:
         count = len(sample.context) - 1

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -236,15 +236,14 @@ class FleetServer(DrawingServer):
         why = self.keeps_own = await self._refuses_weights()
         if why is not None and self._needs_weights:
             way = _named(self._weights.way)
-            found.append(f"takes no weights by way of a {way}, and would silently keep old ones: {why}")
+            found.append(f"takes no weights by way of {way}, and would silently keep old ones: {why}")
         return found
 
     async def _refuses_weights(self) -> str | None:
         if self._weights.way not in self.protocol.ways:
-            expected = "; expected weight_sync.delta: null" if self._weights.way == "delta" else ""
-            return f"rltrain knows no such way for servers of {self.protocol.name}{expected}"
+            return f"rltrain knows no such way for servers of {self.protocol.name}{INSTEAD.get(self._weights.way, '')}"
         return self._weights.refusal(self.protocol) or await self.protocol.prepare_for_weights(
-            self.calls, self._weights.way
+            self.calls, self._weights.way, self._weights.lora_rank
         )
 
     async def take_weights(self) -> None:
@@ -265,7 +264,25 @@ class FleetServer(DrawingServer):
         return self._weights.label if self.keeps_own is None else None
 
     def request(self, drawings: Sequence[Drawing], sampling: SamplingParams) -> tuple[str, Mapping[str, Any]]:
-        return self.protocol.request(drawings[0], sampling, self.described)
+        return self.protocol.request(drawings[0], sampling, self.described, self._adapter)
+
+    async def draw(
+        self,
+        drawings: Sequence[Drawing],
+        sampling: SamplingParams,
+        limit_s: float | None,
+        ended: Callable[[Drawing], None],
+    ) -> None:
+        try:
+            await super().draw(drawings, sampling, limit_s, ended)
+        except ServerRefuses:
+            if self._adapter is not None:  # a restarted server does not know it
+                self._check(await self.protocol.version(self.calls))
+            raise
+
+    @property
+    def _adapter(self) -> str | None:
+        return self._weights.adapter if self.keeps_own is None else None
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> None:
         """Adds the tokens of an event. Tokens of other weights never become certain."""
@@ -325,9 +342,18 @@ def in_known_form(url: str) -> Iterator[None]:
         raise ServerRefuses(f"{url} answers in an unknown form: {words(error)}", 400) from error
 
 
+INSTEAD = {
+    "delta": "; expected weight_sync.delta: null",
+    "adapters": "; expected weight_sync.adapters: merged",
+}
+"""What to set in place of a way that a protocol lacks."""
+
+
 def _named(way: str) -> str:
     """Returns the way with its config key."""
-    return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
+    if way == "adapters":
+        return "adapters apart (weight_sync.adapters)"
+    return f"a {way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"
 
 
 # The fleet: distributes samples, follows changes of the list, and replaces lost servers.

@@ -21,7 +21,8 @@ from rltrain.rollout.engine import (
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.servers.calls import Access, Calls, LoopThread
 from rltrain.rollout.servers.fleet import Addresses, Fleet
-from rltrain.rollout.servers.http_weights import DeltaWeights, DiskWeights, GroupWeights, Weights, shared_run
+from rltrain.rollout.servers.folder_weights import AdapterWeights, DeltaWeights, DiskWeights
+from rltrain.rollout.servers.http_weights import GroupWeights, Weights, shared_run
 from rltrain.rollout.servers.protocols import ServerProtocol
 from rltrain.rollout.servers.remote_engine import RemoteEngine
 from rltrain.rollout.servers.server_images import ServerImages
@@ -230,6 +231,8 @@ def way_of(config: Config, role: str, *, weights_change: bool) -> type[Weights]:
         return CheckpointWeights
     if config.served(role).http.weights == "group":
         return GroupWeights
+    if config.keeps_adapters_apart(role):
+        return AdapterWeights
     return DeltaWeights if config.weight_sync.delta is not None and role == "rollout" else DiskWeights
 
 
@@ -239,7 +242,9 @@ def _weights(site: EngineSite) -> Weights:
     if way is CheckpointWeights:
         return CheckpointWeights(http.update_timeout_s)
     whole = whole_engine(config, site.architecture, site.grid, site.role).plain
-    parts = [part.plain for part in engine_parts(config, site.architecture, site.grid, site.role)]
+    arriving = engine_parts(config, site.architecture, site.grid, site.role)
+    adapters = [part.plain for part in arriving if part.content == "adapters"]
+    parts = [part.plain for part in arriving if part.content != "adapters"]
     if way is GroupWeights:
         return GroupWeights(
             parts,
@@ -261,6 +266,9 @@ def _weights(site: EngineSite) -> Weights:
         config_key=key if http.weights_dir else "output_dir",
         update_timeout_s=http.update_timeout_s,
     )
+    if way is AdapterWeights:
+        assert config.model.lora is not None, "only a model with adapters can keep them separate"
+        return AdapterWeights(folder, len(parts), adapters, config.model.lora, config.model.path)
     delta = config.weight_sync.delta if way is DeltaWeights else None
     return folder if delta is None else DeltaWeights(folder, delta)
 

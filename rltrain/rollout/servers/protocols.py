@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -112,6 +112,23 @@ async def flushed(calls: Calls, limit_s: float = FLUSH_S) -> None:
 
 # The interface of a protocol.
 
+ADAPTER = "rltrain-"
+"""Beginning of the names of adapters at servers. The label of the weights follows, so every version has its own
+name."""
+
+
+class Adapters(Protocol):
+    """The calls for low-rank adapters that a server keeps apart from its base. They raise as `Calls` does."""
+
+    async def refusal(self, calls: Calls, rank: int) -> str | None:
+        """Returns the reason if the server takes no adapters of this rank, else None."""
+        ...
+
+    async def load(self, calls: Calls, base: str | None, folder: str, label: str, limit_s: float) -> None:
+        """Has the server load the checkpoint folder `base` (None: it keeps its base), then PEFT's files in `folder` in
+        place of earlier adapters, and serve both as `label`, with an empty prefix cache."""
+        ...
+
 
 @dataclass(frozen=True)
 class ServerDescription:
@@ -130,9 +147,12 @@ class ServerProtocol(Protocol):
     name: str
     ways: Sequence[str]
     """Names of the supported ways to change weights. "folder" and "group" are values of http.weights. "delta" is a
-    folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py."""
+    folder of changes since an earlier version, in the format of in_sglang/rltrain_delta_files.py. "adapters" is a
+    folder of the base, and one of its adapters for every version."""
     broadcasts: Broadcasts | None
     """Calls for the way "group". None if the protocol has no such way."""
+    adapters: Adapters | None
+    """Calls for the way "adapters". None if the protocol has no such way."""
     takes_images: bool
     """Whether requests may have images with token ids."""
 
@@ -141,9 +161,10 @@ class ServerProtocol(Protocol):
         ...
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription, adapter: str | None
     ) -> tuple[str, Mapping[str, Any]]:
-        """Returns the path and body of a POST that asks for a sample's response as a stream."""
+        """Returns the path and body of a POST that asks for a sample's response as a stream. `adapter` is the name of
+        the adapters to use, or None."""
         ...
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
@@ -166,8 +187,9 @@ class ServerProtocol(Protocol):
         """Returns the label of the server's weights, or None if the server knows no label."""
         ...
 
-    async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
-        """Prepares a server for its first update by `way`. Returns the reason if it cannot take one, else None."""
+    async def prepare_for_weights(self, calls: Calls, way: str, lora_rank: int = 0) -> str | None:
+        """Prepares a server for its first update by `way`. Returns the reason if it cannot take one, else None.
+        `lora_rank` is the rank of the adapters by way "adapters"."""
         ...
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
@@ -196,12 +218,44 @@ SGLANG_HOW = (
 NO_SUCH_ROUTE = (404, 405)
 
 
+class SGLangAdapters:
+    """SGLang's calls for adapters. See `Adapters`."""
+
+    async def refusal(self, calls: Calls, rank: int) -> str | None:
+        info = await calls.get("/server_info")
+        how = f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+        if not info.get("enable_lora"):
+            return f"it takes no adapters; {how}"
+        if info["dp_size"] > 1:
+            return f"it has dp_size {info['dp_size']}; adapters need 1"
+        return _too_small(info["max_lora_rank"] or 0, rank, how)
+
+    async def load(self, calls: Calls, base: str | None, folder: str, label: str, limit_s: float) -> None:
+        for earlier in await _served_adapters(calls):
+            await calls.post("/unload_lora_adapter", {"lora_name": earlier}, limit_s)
+        if base is not None:
+            await calls.post(FROM_DISK, {"model_path": base, "load_format": "auto", "flush_cache": False}, limit_s)
+        await calls.post("/load_lora_adapter", {"lora_name": ADAPTER + label, "lora_path": folder}, limit_s)
+        await flush_and_label(calls, label, limit_s)
+
+
+async def _served_adapters(calls: Calls) -> list[str]:
+    """Returns the names of the adapters at a server that rltrain has loaded."""
+    names = [str(model["id"]) for model in (await calls.get(MODELS))["data"]]
+    return [name for name in names if name.startswith(ADAPTER)]
+
+
+def _too_small(largest: int, rank: int, how: str) -> str | None:
+    return None if largest >= rank else f"it takes adapters up to rank {largest}, but model.lora.rank is {rank}; {how}"
+
+
 class SGLangProtocol:
     """SGLang's native routes. See `ServerProtocol`."""
 
     name = "sglang"
-    ways: Sequence[str] = ("folder", "group", "delta")
+    ways: Sequence[str] = ("folder", "group", "delta", "adapters")
     broadcasts: Broadcasts | None = SGLangBroadcasts()
+    adapters: Adapters | None = SGLangAdapters()
     takes_images = True
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -218,11 +272,12 @@ class SGLangProtocol:
         return ServerDescription(str(model.get("model_path")), context, num_ranks)
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription, adapter: str | None
     ) -> tuple[str, Mapping[str, Any]]:
         body = generate_body([drawing], sampling, seeded=True)
         one = ("rid", "input_ids", "image_data", "sampling_params")
-        return GENERATE, {name: value[0] if name in one else value for name, value in body.items()}
+        found = {name: value[0] if name in one else value for name, value in body.items()}
+        return GENERATE, found | ({} if adapter is None else {"lora_path": adapter})
 
     def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
         if "error" in event:
@@ -249,13 +304,15 @@ class SGLangProtocol:
         found = (await calls.get("/model_info")).get("weight_version")
         return None if found is None else str(found)
 
-    async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+    async def prepare_for_weights(self, calls: Calls, way: str, lora_rank: int = 0) -> str | None:
         if (store := (await calls.get("/server_info")).get("hicache_storage_backend")) is not None:
             return (
                 f"its store of keys and values ({store}) would keep those of old weights; start it without "
                 "--hicache-storage-backend"
             )
-        if way == "folder":
+        if way == "adapters" and (why := await SGLangAdapters().refusal(calls, lora_rank)):
+            return why
+        if way in ("folder", "adapters"):
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
             return f"it has pipeline stages or replicas; weights by way of a {way} need pp_size and dp_size 1"
@@ -346,6 +403,7 @@ class OpenAIProtocol:
     name = "openai"
     ways: Sequence[str] = ("folder", "delta")
     broadcasts: Broadcasts | None = None
+    adapters: Adapters | None = None
     takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -353,7 +411,7 @@ class OpenAIProtocol:
         return ServerDescription(str(model["id"]), model.get("max_model_len"))
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription, adapter: str | None
     ) -> tuple[str, Mapping[str, Any]]:
         body = {
             "model": described.model,
@@ -399,7 +457,7 @@ class OpenAIProtocol:
     async def version(self, calls: Calls) -> str | None:
         return await told_version(calls, "/model_info")
 
-    async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+    async def prepare_for_weights(self, calls: Calls, way: str, lora_rank: int = 0) -> str | None:
         if await self.version(calls) is None:
             return "it has no /model_info with a weight_version, so its weights could not be checked"
         if way == "delta" and (why := without_deltas(await calls.get("/model_info"))) is not None:
@@ -482,6 +540,57 @@ class VLLMBroadcasts:
         await calls.post("/shutdown_weight_transfer_engine", {})
 
 
+@asynccontextmanager
+async def _new_weights(calls: Calls, label: str, limit_s: float) -> AsyncIterator[None]:
+    """Pauses a server of vLLM with an empty prefix cache and no requests. After the block it has weights of `label` and
+    runs again. It also runs again after an error, if it still can."""
+    await calls.post(PAUSE, {}, limit_s)
+    try:
+        yield
+        await calls.post("/update_weight_version", {"new_version": label}, limit_s)
+    except (ServerGone, ServerBusy, ServerRefuses):
+        with suppress(ServerGone, ServerBusy, ServerRefuses):
+            await calls.post(RESUME, {})
+        raise
+    await calls.post(RESUME, {}, limit_s)
+
+
+async def _reload(calls: Calls, folder: str, limit_s: float) -> None:
+    """Has a server of vLLM load a checkpoint. Its engine ends if it cannot read the folder."""
+    load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    await calls.post("/collective_rpc", load, limit_s)
+
+
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class VLLMAdapters:
+    """vLLM's calls for adapters. See `Adapters`.
+
+    Every version has its own name. A server with `load_inplace` would instead read the files again in every step.
+    """
+
+    async def refusal(self, calls: Calls, rank: int) -> str | None:
+        how = f"start it with --enable-lora --max-lora-rank {rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        found = (await vllm_config(calls))["lora_config"]
+        if found is None:
+            return f"it takes no adapters; {how}"
+        if found["target_modules"] is not None:
+            return f"it adapts only {found['target_modules']}; start it without --lora-target-modules"
+        if lacks := await without_route(calls, LOAD_ADAPTER):
+            return f"{lacks}; {how}"
+        return _too_small(found["max_lora_rank"], rank, how)
+
+    async def load(self, calls: Calls, base: str | None, folder: str, label: str, limit_s: float) -> None:
+        served = await _served_adapters(calls)
+        async with _new_weights(calls, label, limit_s):
+            for earlier in served:
+                await calls.post(UNLOAD_ADAPTER, {"lora_name": earlier}, limit_s)
+            if base is not None:
+                await _reload(calls, base, limit_s)
+            await calls.post(LOAD_ADAPTER, {"lora_name": ADAPTER + label, "lora_path": folder}, limit_s)
+
+
 async def vllm_config(calls: Calls) -> Any:
     """Returns the settings of a server of vLLM."""
     return (await calls.get(VLLM_CONFIG, VLLM_INFO_S))["vllm_config"]
@@ -500,8 +609,9 @@ class VLLMProtocol:
     """vLLM's routes. See `ServerProtocol`. Sends no seeds, because vLLM samples rows with seeds one by one."""
 
     name = "vllm"
-    ways: Sequence[str] = ("folder", "group")
+    ways: Sequence[str] = ("folder", "group", "adapters")
     broadcasts: Broadcasts | None = VLLMBroadcasts()
+    adapters: Adapters | None = VLLMAdapters()
     takes_images = False
 
     async def describe(self, calls: Calls) -> ServerDescription:
@@ -514,7 +624,7 @@ class VLLMProtocol:
         return ServerDescription(str(model["id"]), model.get("max_model_len"), num_ranks)
 
     def request(
-        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription
+        self, drawing: Drawing, sampling: SamplingParams, described: ServerDescription, adapter: str | None
     ) -> tuple[str, Mapping[str, Any]]:
         sampled = {
             "temperature": 0.0 if sampling.is_greedy(drawing.sample) else sampling.temperature,
@@ -531,7 +641,7 @@ class VLLMProtocol:
         }
         body = {
             "request_id": drawing.name,
-            "model": described.model,
+            "model": adapter or described.model,
             "token_ids": [*drawing.sample.context],
             "sampling_params": sampled,
             "stream": True,
@@ -571,7 +681,7 @@ class VLLMProtocol:
     async def version(self, calls: Calls) -> str | None:
         return await told_version(calls, "/weight_info")
 
-    async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+    async def prepare_for_weights(self, calls: Calls, way: str, lora_rank: int = 0) -> str | None:
         if await self.version(calls) is None:
             return f"it has no /weight_info; {VLLM_HOW}"
         if way == "group":
@@ -583,17 +693,8 @@ class VLLMProtocol:
             return (
                 "its model has experts, and vLLM's build for CPUs computes other results after a reload of such weights"
             )
-        return None
+        return await VLLMAdapters().refusal(calls, lora_rank) if way == "adapters" else None
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        """See `ServerProtocol`. vLLM's engine ends if it cannot read the folder."""
-        await calls.post(PAUSE, {}, limit_s)
-        try:
-            load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            await calls.post("/collective_rpc", load, limit_s)
-            await calls.post("/update_weight_version", {"new_version": label}, limit_s)
-        except (ServerGone, ServerBusy, ServerRefuses):
-            with suppress(ServerGone, ServerBusy, ServerRefuses):  # it should not stay paused, if it still runs
-                await calls.post(RESUME, {})
-            raise
-        await calls.post(RESUME, {}, limit_s)
+        async with _new_weights(calls, label, limit_s):
+            await _reload(calls, folder, limit_s)

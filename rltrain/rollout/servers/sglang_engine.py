@@ -36,6 +36,7 @@ from rltrain.rollout.servers.sglang_process import (
     ServerSpec,
     check_arguments,
     first_load,
+    kept_modules_of,
     model_config_of,
 )
 from rltrain.rollout.servers.sglang_session import EngineBroadcast, OwnRequests, ServerRouting
@@ -499,6 +500,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
+        kept_modules=kept_modules_of(site.architecture),
         model_config=model_config_of(site.architecture),
     )
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.errors import ConfigError, EngineError, cannot_write, nearest
-from rltrain.models import Architecture
-from rltrain.models.registry import FAMILIES, FIRST_DENSE, FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY
+from rltrain.models import Architecture, canonical_tensors, quantizable_tensors
+from rltrain.models.registry import FAMILIES, FIRST_DENSE, FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY, TOWERS
+from rltrain.models.table import TOWER_PREFIX
 from rltrain.reshard.native import BLOCK
 from rltrain.runtime.messages import family_of
 
@@ -85,6 +86,8 @@ class ServerSpec:
     """Whether responses include the experts of each token."""
     adapter: AdapterSpec | None = None
     """Adapters beside the weights, or None."""
+    kept_modules: tuple[str, ...] = ()
+    """Beside FP8, the modules whose matrices stay in `dtype`: the ends of their names."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that the server reads, if the checkpoint's file may lack them."""
     rendezvous: str | None = None
@@ -334,9 +337,23 @@ def model_config_of(architecture: Architecture) -> Mapping[str, Any]:
     return {family.nested: keys, "vision_config": {"deepstack_visual_indexes": []}}  # Qwen3.5's towers
 
 
+def kept_modules_of(architecture: Architecture) -> tuple[str, ...]:
+    """Returns the modules whose matrices are not in FP8: of layers without their numbers, and the vision tower."""
+    tensors = canonical_tensors(architecture)
+    of_text = {
+        name.rpartition(".layers.")[2].partition(".")[2].removesuffix(".weight")
+        for name, shape, is_quantizable in zip(
+            tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True
+        )
+        if len(shape) > 1 and not is_quantizable and ".layers." in name
+    }
+    return (*sorted(of_text), *([TOWER_PREFIX.removesuffix(".")] if architecture.family in TOWERS else []))
+
+
 def _overrides(spec: ServerSpec) -> dict[str, Any]:
     """Returns the override of config.json. For FP8 it declares FP8 weights, which the checkpoint itself has not."""
-    own = {**spec.model_config, **({"quantization_config": FP8_CHECKPOINT} if spec.fp8 else {})}
+    in_fp8 = {"quantization_config": {**FP8_CHECKPOINT, "modules_to_not_convert": [*spec.kept_modules]}}
+    own = {**spec.model_config, **(in_fp8 if spec.fp8 else {})}
     given = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
     merged = {
         key: {**given[key], **value} if isinstance(value, Mapping) and isinstance(given.get(key), dict) else value

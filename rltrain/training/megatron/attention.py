@@ -161,6 +161,23 @@ class PackedAttention(torch.nn.Module):
         return attended.flatten(1)[:, None]
 
 
+def attends_trees(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Returns Transformer Engine's core attention for Megatron's layers, extended to samples that share prefixes.
+
+    Its kernels take whole sequences. Trees are computed as by PackedAttention.
+    """
+
+    class AttentionOfTrees(attention):  # type: ignore[misc, valid-type]
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **settings: Any) -> Any:
+            packed = settings.get("packed_seq_params")
+            if not isinstance(packed, TreeSequences):
+                return super().forward(query, key, value, *arguments, **settings)
+            query, key, value = (x.flatten(1, -2).to(value.dtype) for x in (query, key, value))
+            return attend_rows(query, key, value, packed, self.softmax_scale).flatten(1)[:, None]
+
+    return AttentionOfTrees
+
+
 class GroupedSelfAttention(SelfAttention):
     """Megatron's self-attention, also for more tensor-parallel ranks than KV heads.
 

@@ -498,6 +498,11 @@ class TrainableModel(EvaluableModel, TrainedModel):
         )
 
     @property
+    def may_share(self) -> bool:
+        """False with a layer for multi-token prediction: it takes the next token, which differs between samples."""
+        return not self.predicts
+
+    @property
     def ends_here(self) -> bool:
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 

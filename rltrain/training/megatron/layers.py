@@ -47,6 +47,7 @@ from rltrain.training.megatron.attention import (
     PackedAttention,
     PackedSequences,
     TreeSequences,
+    attends_trees,
 )
 from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
@@ -453,7 +454,7 @@ def _fused_attention(engine: ModuleType, norms_heads: bool) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=engine.TELayerNormColumnParallelLinear,
-            core_attention=engine.TEDotProductAttention,
+            core_attention=attends_trees(engine.TEDotProductAttention),
             linear_proj=engine.TERowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,

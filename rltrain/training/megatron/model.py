@@ -34,6 +34,7 @@ from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import Logits, PackedModel
 from rltrain.training.megatron.attention import (
     PositionRotaryEmbedding,
+    TreeSequences,
     packed_sequences,
     rotate_by_position,
     thd_sequences,
@@ -188,6 +189,8 @@ class ModelChunk(LanguageModule):
         if self.config.multi_latent_attention:
             return None
         rotary = cast(PositionRotaryEmbedding | RotaryEmbedding, self.rotary_pos_emb)
+        if isinstance(sequences, TreeSequences) and isinstance(rotary, RotaryEmbedding):
+            rotary = PositionRotaryEmbedding(rotary.inv_freq)
         length = rotary.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
         angles: Tensor = rotary(length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group)
         return angles
@@ -349,10 +352,12 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     @property
     def obstacle_to_sharing(self) -> str | None:
-        if self.options.transformer_engine:
-            return "Transformer Engine's attention takes whole sequences"
-        if self.options.model.mtp is not None:
-            return "the layer of model.mtp predicts two tokens ahead, which differ between samples"
+        if not self.options.transformer_engine:
+            return None
+        if self.architecture.mla:
+            return "Transformer Engine's latent attention takes whole sequences"
+        if self.share.size > 1:
+            return "Transformer Engine's context parallelism takes whole sequences"
         return None
 
     def logits_of(self, outputs: Tensor) -> Logits:

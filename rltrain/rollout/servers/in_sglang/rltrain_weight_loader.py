@@ -50,9 +50,10 @@ _FUSED_NAME = "fused_qkv_a_proj_with_mqa"
 _FUSED = {"q_a_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "q_a_proj"}
 """The tensors of the parameter _FUSED_NAME, each with the other one."""
 
-_BITS = {2: torch.int16, 4: torch.int32}
-_MARKS = {torch.int16: 0x7FA5, torch.int32: 0x7FA5C3E7}
-"""Bits of unwritten elements: a NaN in every dtype, with digits that no computation makes."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_MARKS = {torch.int8: -1, torch.int16: 0x7FA5, torch.int32: 0x7FA5C3E7}
+"""Bits of unwritten elements: a NaN in every dtype. In FP8 it is the negative one, in others it has digits that no
+computation makes."""
 
 _mapped: dict[str, Tensor] = {}
 """Mapped memory of the other process, by the id of its handle."""
@@ -224,9 +225,10 @@ def _complete(model: Any, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
 
 
 def _mark(model: Any) -> None:
-    """Fills the parameters with a bit pattern that no weight has."""
+    """Fills the parameters with a bit pattern that no weight has, except those of the engine itself."""
     for _, bits in _bits_of(model):
         bits.fill_(_MARKS[bits.dtype])
+    _fill_own(model)  # SGLang refuses a NaN there at the end of an update
     model.rltrain_marked = True
 
 
@@ -290,9 +292,7 @@ def _finish(model: torch.nn.Module, message: Message) -> Reply:
         post_load()
     if message.get("absent") is not None:
         _refuse_marks(model, message["absent"])
-    parameters = parameters_of(model)
-    for name, value in _own_parameters(model).items():
-        parameters[name].data.fill_(value)
+    _fill_own(model)
     _forget_images()
     _synchronize()
     return {}
@@ -412,6 +412,12 @@ def _own_parameters(model: torch.nn.Module) -> dict[str, float]:
         values = _FILLED_HERE.get(type(getattr(module, "quant_method", None)).__name__, {})
         own |= {f"{prefix}.{name}": value for name, value in values.items()}
     return own
+
+
+def _fill_own(model: torch.nn.Module) -> None:
+    parameters = parameters_of(model)
+    for name, value in _own_parameters(model).items():
+        parameters[name].data.fill_(value)
 
 
 def checksum_of(tensor: Tensor) -> int:

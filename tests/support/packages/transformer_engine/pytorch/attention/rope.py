@@ -18,21 +18,29 @@ def apply_rotary_pos_emb(
     freqs: Tensor,
     tensor_format: str,
     fused: bool,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotates `t` [rows of this rank, heads, head_dim] by `freqs` [positions, 1, 1, head_dim] in fp32.
+    """Rotates `t` by `freqs` [positions, 1, 1, head_dim] in fp32.
 
-    `cu_seqlens` are of whole sequences.
+    In format thd, `t` is [rows of this rank, heads, head_dim] and `cu_seqlens` are of whole sequences. In format sbhd
+    it is [positions, 1, heads, head_dim].
     """
-    assert tensor_format == "thd" and fused and not interleaved and t.dim() == 3 and freqs.dtype == torch.float32
+    assert fused and not interleaved and freqs.dtype == torch.float32
+    if tensor_format == "sbhd":
+        assert t.dim() == 4 and len(t) <= len(freqs) and cu_seqlens is None and cp_size == 1
+        return _turned(t, freqs[: len(t)])
+    assert tensor_format == "thd" and t.dim() == 3 and cu_seqlens is not None
     positions = []
     for length in cu_seqlens.diff().tolist():
         slices = torch.arange(length).chunk(2 * cp_size if cp_size > 1 else 1)
         positions += [slices[cp_rank], slices[-1 - cp_rank]] if cp_size > 1 else slices
-    angles = freqs[torch.cat(positions)].flatten(1, 2)
+    return _turned(t, freqs[torch.cat(positions)].flatten(1, 2))
+
+
+def _turned(t: Tensor, angles: Tensor) -> Tensor:
     first, second = t.float().chunk(2, dim=-1)
     turned = t.float() * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
     return turned.to(t.dtype)
