@@ -33,7 +33,7 @@ from rltrain.training import packed_attention, prefix_tree
 from rltrain.training.packing import Packing, make_micro_batches
 from tests.support.packed_experience import plain_experience
 from tests.unit.test_estimated_memory import anything, job_of
-from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
+from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
 H100 = GPUS["h100"]
 WORKLOAD = Workload(prompt=500, response=1000, longest_response=2000)
@@ -90,7 +90,7 @@ def test_context_parallelism_costs_what_it_sends():
         step = step_of(actor={"parallel": {"cp": 4}, "share_prefixes": False}, model={"path": "m", **model})
         return step.tasks["update", ("actor",)]
 
-    alone = step_of().tasks["update", ("actor",)]
+    alone = step_of(actor={"share_prefixes": False}).tasks["update", ("actor",)]
     ring, by_heads = update_s(), update_s(cp_communication="all_to_all")
     gathered = update_s(transformer_impl="local")
     assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel at the same time"
@@ -359,6 +359,23 @@ def test_the_responses_of_a_pair_share_their_prompt():
         computed = job.computed(role, 600, 200, trains=role == "actor")
         found = sum(batch.num_computed_tokens for batch in batches) / sum(batch.num_tokens for batch in batches)
         assert computed.share == pytest.approx(found, rel=0.03)
+
+
+def test_layers_that_take_whole_sequences_share_nothing():
+    def shares(architecture, trains=True, **sections):
+        job = job_of(architecture, {"actor": "0-1", "rollout, reward": "2-3"}, 4, **(LONG | sections))
+        return job.computed("actor", 1000, 1000, trains=trains).share < 1
+
+    over_two = {"parallel": {"cp": 2}}
+    assert shares(qwen3_8b())
+    assert not shares(qwen3_8b(), actor=over_two), "Transformer Engine's context parallelism"
+    assert shares(qwen3_8b(), actor=over_two | FSDP)
+    local = {"path": "m", "transformer_impl": "local"}
+    assert shares(qwen3_8b(), actor=over_two, model=local)
+    assert not shares(deepseek_v3()), "Transformer Engine's latent attention"
+    assert shares(deepseek_v3(), model=local)
+    predicting = {"path": "m", "mtp": {}}
+    assert [shares(qwen3_8b(), trains, model=predicting) for trains in (True, False)] == [False, True]
 
 
 def test_what_is_shared_takes_no_time():
