@@ -153,13 +153,20 @@ class Preferences(GivenTexts):
 
     needs = "pair"
 
+    def __init__(
+        self, config: schema.Config, indexes: IndexFolder | None = None, model: ModelLimits = UNKNOWN_MODEL
+    ) -> None:
+        super().__init__(config, indexes, model)
+        self.prompt_copies = 2 if config.actor.share_prefixes is False else 1
+        """How often a pair's prompt is computed."""
+
     def group_sizes(self, step: int) -> Tensor:
         """Returns the characters of each pair of a step, shape [groups], for the exchange."""
-        return _sizes(self.train, self.rows_of(step))
+        return self._sizes(self.train, self.rows_of(step))
 
     def held_out_sizes(self) -> Tensor:
         """Returns the characters of each pair of data.eval, shape [groups]."""
-        return _sizes(self.datasets["data.eval"], range(len(self.datasets["data.eval"])))
+        return self._sizes(self.datasets["data.eval"], range(len(self.datasets["data.eval"])))
 
     def holders(self, sizes: Tensor, num_parts: int) -> Tensor:
         """Returns the replica of each pair among `num_parts`, shape [groups]. `sizes` are the sizes of the pairs, shape
@@ -169,7 +176,7 @@ class Preferences(GivenTexts):
     def _load(
         self, dataset: PromptDataset, rows: Sequence[int], part: int, num_parts: int, *, first_row: int
     ) -> Experience:
-        groups = torch.nonzero(self.holders(_sizes(dataset, rows), num_parts) == part).flatten()
+        groups = torch.nonzero(self.holders(self._sizes(dataset, rows), num_parts) == part).flatten()
         mine = [rows[group] for group in groups.tolist()]
         group_ids, side = groups.repeat_interleave(2), torch.tensor([0, 1]).repeat(len(mine))
         return _experience(
@@ -182,18 +189,16 @@ class Preferences(GivenTexts):
             margins=torch.tensor([dataset[row].margin for row in mine]).float().repeat_interleave(2),
         )
 
+    def _sizes(self, dataset: PromptDataset, rows: Sequence[int]) -> Tensor:
+        return torch.tensor([self._num_characters(dataset, row) for row in rows], dtype=torch.int64)
 
-def _sizes(dataset: PromptDataset, rows: Sequence[int]) -> Tensor:
-    return torch.tensor([_num_characters(dataset, row) for row in rows], dtype=torch.int64)
-
-
-def _num_characters(dataset: PromptDataset, row: int) -> int:
-    """Returns the number of characters of both samples. Images count like texts of as many tokens."""
-    pair, rules = dataset[row], dataset.encoder.images
-    of_prompt = len(dataset.prompt_text(row))
-    if rules is not None:
-        of_prompt += TOKEN_CHARACTERS * sum(rules.num_tokens(image) for image in pair.images)
-    return 2 * of_prompt + _length(pair.response) + _length(pair.rejected)
+    def _num_characters(self, dataset: PromptDataset, row: int) -> int:
+        """Returns the number of characters to compute for a pair. Images count like texts of as many tokens."""
+        pair, rules = dataset[row], dataset.encoder.images
+        of_prompt = len(dataset.prompt_text(row))
+        if rules is not None:
+            of_prompt += TOKEN_CHARACTERS * sum(rules.num_tokens(image) for image in pair.images)
+        return self.prompt_copies * of_prompt + _length(pair.response) + _length(pair.rejected)
 
 
 def _length(response: Response) -> int:

@@ -1,7 +1,8 @@
 """Moves experience between roles, from the owner of each source replica to the ranks of each destination replica.
 
-A prompt group is never split. `data.assignment` chooses its destination replica, and every rank computes the same
-choice from the token counts of all groups. `receivers` and `intake` choose the ranks on the way.
+A prompt group is never split. `assign_groups` chooses its destination replica, and every rank computes the same choice
+from the token counts of all groups. With `share_prefixes` a prefix counts once for the samples that share it.
+`receivers` and `intake` choose the ranks on the way.
 
 One owner per destination replica also sends the token counts of all groups and the source replica of each. The replica
 derives from them the other owners with data for it. Those owners send only to replicas with groups of theirs.
@@ -82,7 +83,7 @@ class Shipment:
     """Samples on their way between roles, and metadata of all groups of the chunk.
 
     `experience` has some of the chunk's samples. `group_tokens` [groups] has the token count of every group of the
-    chunk. `holders` [groups] has the source replica of every group.
+    chunk, by which replicas are balanced. `holders` [groups] has the source replica of every group.
     """
 
     experience: Experience

@@ -108,7 +108,7 @@ speed or memory only: actor_rollout_ref.model.{use_fused_kernels,fused_kernel_op
     actor_rollout_ref.*.{use_dynamic_bsz,log_prob_use_dynamic_bsz}
     actor_rollout_ref.*.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_max_token_len_per_gpu}
     actor_rollout_ref.actor.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu}
-    actor_rollout_ref.*.ulysses_sequence_parallel_size actor_rollout_ref.actor.use_prefix_grouper
+    actor_rollout_ref.*.ulysses_sequence_parallel_size
 code in checkpoints is never run: data.trust_remote_code actor_rollout_ref.model.trust_remote_code
 the checkpoint's processor has the size of patches: data.image_patch_size
 no images: data.image_key data.video_key actor_rollout_ref.actor.freeze_vision_tower
@@ -427,6 +427,7 @@ CHUNKED = (
     "actor_rollout_ref.model.use_fused_kernels",
 )
 CHUNK = 2048
+GROUPER = A + "use_prefix_grouper"
 
 
 def _batch(keys: SourceKeys, out: Translation) -> None:
@@ -444,6 +445,8 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     chunked = [key for key in CHUNKED if keys.truth(key, False)]
     if chunked:
         out.set("model.logits_chunk_tokens", CHUNK, chunked[0])
+    if keys.truth(GROUPER, False):  # without it, auto shares too: results are the same but for rounding
+        out.set("actor.share_prefixes", True, GROUPER)
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
     longest = -(-longest // slices_of(keys))
     dynamic = keys.truth(A + "use_dynamic_bsz", False)

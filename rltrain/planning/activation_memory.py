@@ -259,15 +259,16 @@ class Activations:
         return (a.num_attention_layers * attention + delta.num_layers * kept) // a.num_layers
 
     def _between_projections(self) -> int:
-        """Returns the bytes inside a gated delta net, in forward or backward. One layer at a time has them. The numbers
-        were counted in autograd."""
+        """Returns the bytes inside a gated delta net, in forward or backward. One layer at a time has them, for every
+        token of samples that share a prompt. The numbers were counted in autograd."""
         delta = self.architecture.delta
         if delta is None:
             return 0
         of_head = 5 * delta.key_dim + 10 * delta.value_dim + 7 * CHUNK_TOKENS
         of_head += delta.key_dim * delta.value_dim // CHUNK_TOKENS
         elements = delta.num_heads * of_head + delta.num_key_heads * 10 * delta.key_dim
-        return elements * FP32 // self.job.grids[self.role].tp
+        unshared = 1 / self.job.computed_of_longest(self.role).share
+        return int(elements * unshared) * FP32 // self.job.grids[self.role].tp
 
     def _attention(self, sparse: bool) -> int:
         a, item, config = self.architecture, self.job.item_bytes, self.job.config

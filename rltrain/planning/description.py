@@ -52,7 +52,7 @@ from rltrain.schedule.order import CHECKPOINT, Entry, Order
 from rltrain.schedule.replay import overlapping_tasks
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Key
-from rltrain.tasks.roles import TRAINED_PARTS, device_roles
+from rltrain.tasks.roles import TRAINED_PARTS, device_roles, model_tasks
 
 # The order of tasks, and their overlaps.
 
@@ -209,7 +209,7 @@ def estimator_of_sets(job: PlannedJob, options: DryRunOptions) -> tuple[str, Sec
 # The times of tasks and steps in words.
 
 
-def describe_time(step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
+def describe_time(job: PlannedJob, step: StepTime, workload: Workload, calibrated: str | None) -> list[str]:
     """Returns a line per task of a step in the middle of the run, then the step, and the waiting share of each role's
     ranks."""
     measured = f", as measured in {workload.images.num_rows} rows" if workload.images else ""
@@ -217,7 +217,8 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
     source = f"measured by {calibrated}" if calibrated else "assumed efficiencies: rltrain/planning/hardware.py"
     lines = [
         f"assumed: prompts of {digits(workload.prompt)} tokens{images}, responses of {digits(workload.response)}, the "
-        f"longest of {digits(workload.longest_response)}; {source}"
+        f"longest of {digits(workload.longest_response)}; {source}",
+        *describe_sharing(job, {task for (task, _), taken in step.tasks.items() if taken}, workload),
     ]
     rows = [["task", "on", "of a step"]]
     for (task, roles), taken in step.tasks.items():
@@ -231,6 +232,17 @@ def describe_time(step: StepTime, workload: Workload, calibrated: str | None) ->
         f"a step: {seconds(step.step_s)}, {digits(step.tokens_per_s)} tokens/s/GPU",
         f"waiting share: {', '.join(f'{role} {1 - busy:.0%}' for role, busy in step.busy.items())}",
     ]
+
+
+def describe_sharing(job: PlannedJob, tasks: Collection[str], workload: Workload) -> list[str]:
+    """Returns a line with the share of tokens that each task computes with another sample's. None if it is nothing."""
+    sharing: dict[str, list[str]] = defaultdict(list)
+    for task, (role, trains) in model_tasks().items():
+        saved = 1 - job.computed(role, workload.prompt, workload.response, trains=trains).share if task in tasks else 0
+        if saved > 0:
+            sharing[f"{saved:.0%}"].append(task)
+    told = ", ".join(f"{share} of {' and '.join(names)}" for share, names in sharing.items())
+    return [f"tokens computed with another sample's (share_prefixes): {told}"] if told else []
 
 
 # The peaks of the ranks, and the message if they are too high.
@@ -457,7 +469,7 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
     source = str(options.calibrate) if options.calibrate else None
     found = {
         f"Bytes, estimated for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
-        f"Seconds, estimated for {options.gpu}": describe_time(clock.step(), workload, source),
+        f"Seconds, estimated for {options.gpu}": describe_time(job, clock.step(), workload, source),
         "Weight sync": describe_weight_sync(job, clock.sync, gpu, options.every_rank),
     }
     if options.search:

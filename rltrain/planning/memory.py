@@ -61,6 +61,8 @@ choice depends on the device and is close to this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Number of logits converted to fp32 at a time."""
 LOGPROB_COPIES = 2
+FIELD_BYTES = 80
+"""Bytes of a token's fields on the device, of its row, and of its log-prob with a gradient."""
 
 
 def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_bytes: int = 2) -> int:
@@ -213,7 +215,10 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         return {}
     activations = Activations(job, role, stages[role])
     tokens = job.micro_batch_rows(role)
-    found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
+    found = {
+        "activations": activations.training(tokens) if trains else activations.evaluating(tokens),
+        "fields": _unshared_bytes(job, role, tokens),
+    }
     if role in _replaying(job):
         found["routed experts"] = _replayed_bytes(job, role, stages[role]) * tokens
     if activations.has_head:
@@ -223,6 +228,13 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     if job.grids[role].is_sharded:
         found["gathered weights"] = gathered_bytes(job, role, trains=trains)
     return with_images(job, role, stages[role], found, trains=trains)
+
+
+def _unshared_bytes(job: PlannedJob, role: str, tokens: int) -> int:
+    """Returns the bytes of the tokens that are computed with another sample's, in a micro-batch that computes `tokens`.
+    They have their own fields and log-probs."""
+    share = job.computed_of_longest(role).share
+    return int(tokens * (1 / share - 1)) * FIELD_BYTES
 
 
 def _replaying(job: PlannedJob) -> tuple[str, ...]:

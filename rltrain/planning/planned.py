@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import lcm, prod
+from math import ceil, lcm, prod
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, SharePrefixes
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.models.checkpoint_model import local_mechanisms
@@ -103,6 +103,43 @@ def _mean(option: str, given: float | None, limit: int) -> float:
     if given is not None and not 0 < given <= limit:
         raise ConfigError(f"option {option}: got {given:g}; expected more than 0 and at most the limit {limit}")
     return limit * MEAN_OF_LONGEST if given is None else given
+
+
+# Prompts that samples share. A model computes them once (`share_prefixes`).
+
+MIN_SHARED_TOKENS, LEAST_SAVED = 16, 0.1
+"""The numbers of rltrain/training/prefix_tree.py."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The computed part of samples with a prompt and a response each."""
+
+    share: float
+    """Computed tokens relative to all tokens."""
+    context: float
+    """Mean number of positions that a computed token attends to."""
+    together: float
+    """Computed tokens of the samples that are never split between micro-batches."""
+
+    @classmethod
+    def of(
+        cls, prompt: float, response: float, num_samples: int, limit: float, how: SharePrefixes, *, splits: bool = True
+    ) -> "Computed":
+        """Returns the computed part of the `num_samples` samples of a prompt, in micro-batches of `limit` tokens.
+
+        A prompt is computed once in each of its micro-batches. Without `splits` the samples are in one. `how` is the
+        role's share_prefixes.
+        """
+        sample = prompt + response
+        fitting = num_samples if not splits else max(1, min(num_samples, int((limit - prompt) // response)))
+        saved = prompt * (num_samples - 1) / (num_samples * sample)
+        if how is False or prompt < MIN_SHARED_TOKENS or saved <= (LEAST_SAVED if how == "auto" else 0) or fitting == 1:
+            return cls(1.0, sample / 2, sample if splits else num_samples * sample)
+        again = num_samples - ceil(num_samples / fitting)
+        tokens, computed = num_samples * sample, num_samples * sample - again * prompt
+        attended = (num_samples * sample**2 - again * prompt**2) / 2
+        return cls(computed / tokens, attended / computed, prompt + fitting * response)
 
 
 # The contents of a rank: the layers of its pipeline stage, and the elements of its parameters.
@@ -343,13 +380,49 @@ class PlannedJob:
         others = 0 if role in trained_roles() else self.shape.greedy_per_group
         return prompts * (self.shape.samples_per_group + others)
 
+    def share_prefixes_of(self, role: str, *, trains: bool) -> SharePrefixes:
+        """Returns whether a role's model computes the prompt of several samples once.
+
+        Some layers take whole sequences (`obstacle_to_sharing`), and a layer for a further token learns from them. An
+        agent's episode has any number of samples with unknown contexts, so nothing of them is assumed to be shared.
+        """
+        has_te_layers = not (self.grids[role].is_sharded or self.has_local_layers(role))
+        takes_whole = has_te_layers and (self.architectures[role].mla is not None or self.grids[role].cp > 1)
+        if takes_whole or (trains and self.config.predicts(role)) or self.has_agents:
+            return False
+        return self.config.share_prefixes_of(role)
+
+    @property
+    def has_agents(self) -> bool:
+        return "env" in self.placement.roles and self.config.env.agent is not None
+
+    def computed(self, role: str, prompt: float, response: float, *, trains: bool) -> Computed:
+        """Returns the computed part of samples of these lengths. In training the samples of a prompt may be in several
+        mini-batches."""
+        shape = self.shape
+        num_samples = shape.samples_per_group
+        if trains:
+            num_samples = max(1, num_samples * shape.prompt_blocks // self.config.batch.mini_batches)
+        elif role not in trained_roles():
+            num_samples += shape.greedy_per_group
+        num_samples = 2 if shape.from_pairs else num_samples
+        how, limit = self.share_prefixes_of(role, trains=trains), self.micro_batch_limit(role)
+        return Computed.of(prompt, response, num_samples, limit, how, splits=not shape.from_pairs)
+
+    def computed_of_longest(self, role: str) -> Computed:
+        """Returns the computed part of samples in training, or of a role that only evaluates, if all have the longest
+        length."""
+        prompt = self.config.data.max_prompt_tokens
+        return self.computed(role, prompt, self.longest_tokens - prompt, trains=role in trained_roles())
+
     def micro_batch_tokens(self, role: str) -> int:
-        """Returns the most tokens in one micro-batch of a role, summed over its context-parallel ranks.
+        """Returns the most computed tokens in one micro-batch of a role, summed over its context-parallel ranks.
 
         A longer sequence or pair forms a micro-batch by itself. A replica with few samples has fewer tokens.
         """
-        all_tokens = self.samples_per_replica(role) * self.longest_tokens
-        together = self.longest_tokens * (2 if self.shape.from_pairs else 1)
+        computed = self.computed_of_longest(role)
+        all_tokens = ceil(self.samples_per_replica(role) * self.longest_tokens * computed.share)
+        together = ceil(computed.together) if self.shape.from_pairs else self.longest_tokens
         return min(max(self.micro_batch_limit(role), together), all_tokens)
 
     def micro_batch_limit(self, role: str) -> int:
@@ -362,7 +435,8 @@ class PlannedJob:
 
     def num_micro_batches(self, role: str) -> int:
         """Returns the number of micro-batches per optimizer step if all sequences have the longest length."""
-        tokens = self.samples_per_replica(role) * self.longest_tokens // self.config.batch.mini_batches
+        all_tokens = self.samples_per_replica(role) * self.longest_tokens * self.computed_of_longest(role).share
+        tokens = int(all_tokens) // self.config.batch.mini_batches
         return max(1, -(-tokens // self.micro_batch_tokens(role)))
 
 

@@ -30,6 +30,7 @@ from rltrain.planning.optimizer_memory import (
 )
 from rltrain.planning.planned import (
     MEAN_OF_LONGEST,
+    Computed,
     PlannedJob,
     Workload,
     layers_of_chunks,
@@ -81,12 +82,12 @@ class TrainingTime:
 
     def evaluating(self, share: float) -> float:
         """Returns the seconds of one forward pass over `share` of a step's samples."""
-        return self._passes(share, 1, self._micro_batch(backward=False)) + self._encoding(share, trains=False)
+        return self._passes(share, 1, backward=False) + self._encoding(share, trains=False)
 
     def accumulating(self, share: float) -> float:
         """Returns the seconds of the gradients of `share` of a step's samples."""
         batch = self.job.config.batch
-        passes = self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
+        passes = self._passes(share, batch.mini_batches, backward=True)
         return batch.epochs * (passes + self._encoding(share, trains=True))
 
     def _encoding(self, share: float, *, trains: bool) -> float:
@@ -142,37 +143,50 @@ class TrainingTime:
 
     def _passes_of_one_micro_batch(self, stage: int) -> tuple[float, float]:
         """Returns the seconds (forward, backward) of one micro-batch on a stage."""
-        tokens = self.job.samples_per_replica(self.role) * self.workload.sample / self.job.config.batch.mini_batches
-        per_token, each = self._stage(stage, True)
-        both = per_token * tokens / self._num_micro_batches(tokens) + each
+        computed = self.computed(backward=True)
+        samples = self.job.samples_per_replica(self.role) / self.job.config.batch.mini_batches
+        tokens = samples * self.workload.sample * computed.share
+        per_token, each = self._stage(stage, computed, True)
+        both = per_token * tokens / self.num_micro_batches(tokens, computed) + each
         return both / (1 + BACKWARD), both * BACKWARD / (1 + BACKWARD)
 
-    def _passes(self, share: float, times: int, micro_batch: tuple[float, float]) -> float:
+    def _passes(self, share: float, times: int, *, backward: bool) -> float:
         """Returns the seconds of `share` of a step's samples in `times` parts.
 
         Each part runs by 1F1B: its micro-batches, and the filling and emptying of the pipeline.
         """
-        seconds_per_token, seconds_each = micro_batch
-        tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
-        num = self._num_micro_batches(tokens)
+        computed = self.computed(backward=backward)
+        seconds_per_token, seconds_each = self._micro_batch(computed, backward)
+        samples = self.job.samples_per_replica(self.role) * share / times
+        tokens = samples * self.workload.sample * computed.share
+        num = self.num_micro_batches(tokens, computed)
         filling = (self.grid.pp - 1) / self.grid.vpp
         return times * (num + filling) / num * (tokens * seconds_per_token + num * seconds_each)
 
-    def _num_micro_batches(self, tokens: float) -> int:
-        return max(1, ceil(tokens / max(self.job.micro_batch_limit(self.role), self.workload.sample)))
+    def computed(self, *, backward: bool) -> Computed:
+        """Returns the computed part of samples of mean length."""
+        return self.job.computed(self.role, self.workload.prompt, self.workload.response, trains=backward)
 
-    def _micro_batch(self, *, backward: bool) -> tuple[float, float]:
+    def num_micro_batches(self, tokens: float, computed: Computed) -> int:
+        """Returns the number of micro-batches with `tokens` computed tokens. Samples that share a prompt stay
+        together."""
+        limit = max(self.job.micro_batch_limit(self.role), self.workload.sample)
+        if computed.share < 1:
+            limit = max(limit // computed.together, 1) * computed.together
+        return max(1, ceil(tokens / limit))
+
+    def _micro_batch(self, computed: Computed, backward: bool) -> tuple[float, float]:
         """Returns (seconds per token, further seconds) of a micro-batch on the slowest pipeline stage."""
-        costs = [self._stage(stage, backward) for stage in range(self.grid.pp)]
+        costs = [self._stage(stage, computed, backward) for stage in range(self.grid.pp)]
         return max(per_token for per_token, _ in costs), max(each for _, each in costs)
 
-    def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
+    def _stage(self, stage: int, computed: Computed, backward: bool) -> tuple[float, float]:
         a, gpu, model = self.architecture, self.gpu, self.job.config.model
         recompute, layers = model.recomputed, layers_of_stage(a, self.grid, stage)
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
-        attention = len(layers) / a.num_layers * self._attention_flops()
+        attention = len(layers) / a.num_layers * self._attention_flops(computed)
         times = 1 + BACKWARD if backward else 1
         gradients = 1 if learns_adapters(self.job, self.role) else BACKWARD  # frozen: of inputs only
         multiplied = 1 + backward * gradients
@@ -203,18 +217,19 @@ class TrainingTime:
             each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
         return per_token + walks * self._moved(layers) / self.grid.cp, each
 
-    def _attention_flops(self) -> float:
-        """Returns the FLOPs per token of attention in all layers.
+    def _attention_flops(self, computed: Computed) -> float:
+        """Returns the FLOPs per computed token of attention in all layers.
 
         Without a kernel for packed sequences, these are padded to the longest one of similar length. Short ones are
         padded to the longest of all.
         """
         flops, mean = forward_flops(self.architecture), self.workload.sample
+        of_token = flops.of_attention(computed.context)
         if self.job.attends_packed:
-            return flops.of_attention(mean / 2)
+            return of_token
         longest = self.workload.prompt + self.workload.longest_response
         width = longest if longest <= SHORT_TOKENS else mean * 2 / (1 + SHORTEST_FRACTION)
-        return width / mean * flops.of_attention(width / 2)
+        return width / mean * flops.of_attention(width / 2) / flops.of_attention(mean / 2) * of_token
 
     def _moved_by_attention(self, passes: float, attention_s: float) -> float:
         """Returns the seconds per token in which context parallelism sends keys and values, heads, or their gradients.

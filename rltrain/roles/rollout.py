@@ -191,6 +191,7 @@ class DrawingRole(Role):
             in_flight=in_flight,
             selection=selection,
             prepare=None if images is None else images.prepare,
+            shares_prefixes=self.config.actor.share_prefixes is not False,
         )
 
     def prompt_images(

@@ -199,7 +199,7 @@ class Finished:
     position: int
     """Its place in the stream of all prompts of the run."""
     num_tokens: int
-    """Tokens of all its samples, prompts included."""
+    """Tokens of all its samples, prompts included. Replicas are balanced by them."""
     num_response_tokens: int
     engine: int
     """Number of its engine."""
@@ -305,6 +305,8 @@ class GenerationLoop:
     """Selects the finished groups that count. None if all count."""
     prepare: Callable[[Sequence[int]], None] | None = None
     """Called on the engine's first rank with the positions of groups before they start."""
+    shares_prefixes: bool = False
+    """Whether models compute tokens that samples of a group begin with alike only once. Then they count once."""
     drawn: dict[int, SampleGroup] = field(default_factory=dict)
     """Finished groups that count and have not been handed over, by position."""
     consumed: Consumed = Consumed()
@@ -396,7 +398,8 @@ class GenerationLoop:
         self.drawn[group.position] = group
         dropped = () if self.selection is None else self.selection.tell(group.position)
         if self.decisions.is_leader:
-            entry = Finished(group.position, group.num_tokens, group.num_response_tokens, self.engine, dropped)
+            num_tokens = group.num_distinct_tokens if self.shares_prefixes else group.num_tokens
+            entry = Finished(group.position, num_tokens, group.num_response_tokens, self.engine, dropped)
             self.completion_log.add(self.rules.log_of(group.position), entry)
 
     def _decide(self, step: int, chunk: int) -> LeaderDecision:

@@ -14,7 +14,8 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, compress, count
+from operator import ne
 from typing import Annotated, Any
 
 import numpy as np
@@ -285,6 +286,12 @@ class SampleGroup:
         return sum(len(sample.context) for sample in self.samples)
 
     @property
+    def num_distinct_tokens(self) -> int:
+        """The same number, where tokens that several samples begin with alike count once."""
+        contexts = sorted(sample.context for sample in self.samples)
+        return self.num_tokens - sum(map(_num_equal, contexts, contexts[1:]))
+
+    @property
     def num_response_tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
@@ -301,6 +308,11 @@ class SampleGroup:
     def without_siblings(self, episode: int) -> "SampleGroup":
         """Returns the group with only the first trajectory of `episode`. Other episodes are kept whole."""
         return replace(self, samples=tuple(s for s in self.samples if s.episode != episode or s.id == episode))
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of tokens with which two sequences begin alike."""
+    return next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
 
 
 # Conversion of groups to experience.

@@ -65,6 +65,7 @@ class Setting:
     ahead: int = 0
     """Number of groups of later steps that may be started."""
     max_staleness: int | None = None
+    shares_prefixes: bool = False
 
     @property
     def rules(self) -> StreamRules:
@@ -101,6 +102,7 @@ class Setting:
             ranks=[other for other in range(self.num_engines) if other != engine],
             in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),
             selection=selection,
+            shares_prefixes=self.shares_prefixes,
         )
         loop.resume(start.state)
         return loop

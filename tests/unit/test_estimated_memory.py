@@ -42,8 +42,11 @@ from rltrain.rollout.workspace import workspace
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import resolve_placement, role_grids
 from rltrain.tasks.roles import DECLARED
+from rltrain.training.packing import pack
+from rltrain.training.prefix_tree import SortedSamples
 from tests.support.live_bytes import LiveBytes
 from tests.support.model_shards import tiny_architecture
+from tests.support.packed_experience import plain_experience
 from tests.support.rollout_models import load_engine, write_checkpoint
 from tests.support.schedule_configs import make_config, place
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
@@ -196,6 +199,42 @@ def test_context_parallelism_shares_out_the_longest_sequence():
     left = pytest.approx(whole["activations"] / 2, rel=0.01)
     assert shared["activations"] == left, "16384 tokens are left for a rank"
     assert shared["actor.optimizer"] == whole["actor.optimizer"], "optimizer states are shared out over all"
+
+
+def test_a_prompt_that_samples_share_has_activations_once():
+    def job(how, micro_batch_tokens=100_000, **sections):
+        batch = {"prompts_per_step": 16, "samples_per_prompt": 4}
+        rollout = {"sampling": {"max_response_tokens": 512}}
+        data = {"train": {"path": "t"}, "max_prompt_tokens": 1024}
+        actor = {"backend": "fsdp", "micro_batch_tokens": micro_batch_tokens, "share_prefixes": how}
+        return apart(batch=batch, rollout=rollout, data=data, actor=actor, **sections)
+
+    longest = plain_experience([1536] * 8, (torch.arange(1024 + 512).repeat(8)))  # two prompts on each replica
+    own = torch.arange(8).repeat_interleave(1536) * (torch.arange(1536) >= 1024).repeat(8)
+    of_prompt = torch.tensor([0, 1]).repeat_interleave(4 * 1536)
+    samples = longest.with_fields(tokens=longest.tokens + 10_000 * own + 1_000_000 * of_prompt)
+    (batch,) = pack(samples, 100_000, device=torch.device("cpu"), prefixes=SortedSamples.of(samples))
+    assert job("auto").micro_batch_tokens("actor") == batch.num_computed_tokens
+    assert job(False).micro_batch_tokens("actor") == batch.num_tokens
+    alone, shared = (working_bytes(job(how), "update", {"actor": 0}) for how in (False, "auto"))
+    computed = batch.num_computed_tokens / batch.num_tokens
+    assert shared["activations"] / alone["activations"] == pytest.approx(computed, rel=0.01)
+    assert shared["logits"] < alone["logits"]
+    of_further_token = shared["fields"] / (batch.num_tokens - batch.num_computed_tokens)
+    assert alone["fields"] == 0 and 40 < of_further_token < 200
+    full, also_full = (working_bytes(job(how, 2048), "update", {"actor": 0}) for how in (False, "auto"))
+    assert full["activations"] == also_full["activations"], "micro_batch_tokens counts computed tokens"
+
+
+def test_states_of_shared_tokens_are_computed_for_each_sample():
+    """A gated delta net has a state for each sample, so between its projections nothing is shared."""
+
+    def between(how):
+        actor = {"backend": "fsdp", "share_prefixes": how, "micro_batch_tokens": 8192}
+        job = apart(tiny_architecture("qwen3_next"), actor=actor, model={"path": "m", "recompute": "full"})
+        return Activations(job, "actor", 0).evaluating(8192)
+
+    assert between(True) > between(False)
 
 
 def test_roles_that_take_turns_do_not_add_up():

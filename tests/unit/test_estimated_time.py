@@ -4,18 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rltrain.cli.quickstart import Size, qwen3_config
 from rltrain.config.loader import load_config
 from rltrain.errors import ConfigError, DataError
 from rltrain.models import read_architecture
+from rltrain.models.flops import positions_read
 from rltrain.observability.run_logs import write_job
-from rltrain.planning.description import describe_job
+from rltrain.planning.description import describe_job, describe_sharing
 from rltrain.planning.doubts import doubts_about_models
 from rltrain.planning.hardware import GPUS
 from rltrain.planning.memory import cache_bytes, rank_memories, sent_share
 from rltrain.planning.options import SHIPPED, DryRunOptions, calibration_of, proposals
-from rltrain.planning.planned import Workload
+from rltrain.planning.planned import LEAST_SAVED, MIN_SHARED_TOKENS, Workload
 from rltrain.planning.sizes import seconds, size, sizes
 from rltrain.planning.step_time import Calibration, Clock
 from rltrain.planning.sync_time import PlannedSync, least_sync_s
@@ -27,9 +29,11 @@ from rltrain.planning.task_time import (
     generation,
     weights_read,
 )
-from rltrain.training import packed_attention
+from rltrain.training import packed_attention, prefix_tree
+from rltrain.training.packing import Packing, make_micro_batches
+from tests.support.packed_experience import plain_experience
 from tests.unit.test_estimated_memory import anything, job_of
-from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
+from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
 H100 = GPUS["h100"]
 WORKLOAD = Workload(prompt=500, response=1000, longest_response=2000)
@@ -83,10 +87,10 @@ def test_twice_the_ranks_train_in_half_the_time():
 
 def test_context_parallelism_costs_what_it_sends():
     def update_s(**model):
-        step = step_of(actor={"parallel": {"cp": 4}}, model={"path": "m", **model})
+        step = step_of(actor={"parallel": {"cp": 4}, "share_prefixes": False}, model={"path": "m", **model})
         return step.tasks["update", ("actor",)]
 
-    alone = step_of().tasks["update", ("actor",)]
+    alone = step_of(actor={"share_prefixes": False}).tasks["update", ("actor",)]
     ring, by_heads = update_s(), update_s(cp_communication="all_to_all")
     gathered = update_s(transformer_impl="local")
     assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel at the same time"
@@ -290,10 +294,122 @@ def test_gradients_of_frozen_matrices_are_not_paid_for():
     """In a large dense model, nearly all time goes into matrix products and attention."""
 
     def seconds(lora):
-        job = long_job(model={"path": "m", "lora": lora})
+        job = long_job(model={"path": "m", "lora": lora}, actor={"share_prefixes": False})
         return TrainingTime(job, "actor", H100, Workload(100, 400, 400)).accumulating(1.0)
 
     assert seconds({"rank": 16}) / seconds(None) == pytest.approx(2 / 3, abs=0.03)
+
+
+FSDP = {"backend": "fsdp"}
+
+
+def packed_samples(prompt, response, num_samples, how, *, limit, pairs=False):
+    """Returns the micro-batches of 32 groups of samples with lengths around these means."""
+    generator = torch.Generator().manual_seed(0)
+
+    def text(mean, low):
+        length = int(mean * (low + 2 * (1 - low) * float(torch.rand((), generator=generator))))
+        return torch.randint(1000, (length,), generator=generator)
+
+    texts = []
+    for _ in range(32):
+        beginning = text(prompt, 0.5)
+        texts += [torch.cat([beginning, text(response, 0.3)]) for _ in range(num_samples)]
+    samples = plain_experience([len(one) for one in texts], torch.cat(texts))
+    samples = samples.with_fields(group_ids=torch.arange(32).repeat_interleave(num_samples))
+    if pairs:
+        samples = samples.with_fields(chosen=torch.tensor([True, False]).repeat(32))
+    return make_micro_batches(samples, limit, Packing(torch.device("cpu"), prefixes=how))
+
+
+@pytest.mark.parametrize("how", ["auto", True, False])
+@pytest.mark.parametrize(
+    ("prompt", "response", "num_samples", "limit"),
+    [
+        (100, 400, 8, 16384),
+        (512, 64, 16, 8192),
+        (800, 100, 8, 2048),
+        (100, 900, 4, 16384),
+        (1000, 900, 8, 4096),
+        (12, 100, 8, 4096),
+        (300, 300, 1, 4096),
+    ],
+)
+def test_computed_tokens_are_those_of_the_packing(prompt, response, num_samples, limit, how):
+    batch = {"prompts_per_step": 32, "samples_per_prompt": num_samples}
+    actor = FSDP | {"share_prefixes": how, "micro_batch_tokens": limit}
+    job = long_job({"actor": 0, "rollout, reward": 1}, 2, batch=batch, actor=actor)
+    batches = packed_samples(prompt, response, num_samples, how, limit=limit)
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    num_computed = sum(batch.num_computed_tokens for batch in batches)
+    computed = job.computed("actor", prompt, response, trains=True)
+    assert computed.share == pytest.approx(num_computed / num_tokens, rel=0.04)
+    read = sum(positions_read(lengths) - positions_read(before) for lengths, before in (b.computed for b in batches))
+    assert computed.context == pytest.approx(read / num_computed, rel=0.15), "texts of unequal lengths read more"
+    time = TrainingTime(job, "actor", H100, Workload(prompt, response, 2 * response))
+    assert time.num_micro_batches(num_computed, computed) == pytest.approx(len(batches), rel=0.2)
+
+
+def test_the_responses_of_a_pair_share_their_prompt():
+    batches = packed_samples(600, 200, 2, "auto", limit=4096, pairs=True)
+    job = job_of(
+        qwen3_8b(), {"actor, reference": "0"}, 1, algorithm="dpo", actor=FSDP, batch={"prompts_per_step": 32}, loss={}
+    )
+    for role in ("actor", "reference"):
+        computed = job.computed(role, 600, 200, trains=role == "actor")
+        found = sum(batch.num_computed_tokens for batch in batches) / sum(batch.num_tokens for batch in batches)
+        assert computed.share == pytest.approx(found, rel=0.03)
+
+
+def test_layers_that_take_whole_sequences_share_nothing():
+    def shares(architecture, trains=True, **sections):
+        job = job_of(architecture, {"actor": "0-1", "rollout, reward": "2-3"}, 4, **(LONG | sections))
+        return job.computed("actor", 1000, 1000, trains=trains).share < 1
+
+    over_two = {"parallel": {"cp": 2}}
+    assert shares(qwen3_8b())
+    assert not shares(qwen3_8b(), actor=over_two), "Transformer Engine's context parallelism"
+    assert shares(qwen3_8b(), actor=over_two | FSDP)
+    local = {"path": "m", "transformer_impl": "local"}
+    assert shares(qwen3_8b(), actor=over_two, model=local)
+    assert not shares(deepseek_v3()), "Transformer Engine's latent attention"
+    assert shares(deepseek_v3(), model=local)
+    predicting = {"path": "m", "mtp": {}}
+    assert [shares(qwen3_8b(), trains, model=predicting) for trains in (True, False)] == [False, True]
+
+
+def test_what_is_shared_takes_no_time():
+    """In a large dense model nearly all time goes into what is computed of each token."""
+
+    def job(how, **batch):
+        actor = FSDP | {"share_prefixes": how}
+        return long_job(actor=actor, batch={"prompts_per_step": 64, "samples_per_prompt": 8, **batch})
+
+    workload = Workload(prompt=1000, response=200, longest_response=400)
+    alone, shared = (TrainingTime(job(how), "actor", H100, workload) for how in (False, "auto"))
+    kept = (1000 + 8 * 200) / (8 * 1200)
+    assert shared.evaluating(1.0) / alone.evaluating(1.0) == pytest.approx(kept, rel=0.1)
+    assert shared.accumulating(1.0) / alone.accumulating(1.0) == pytest.approx(kept, rel=0.1)
+    fewer = TrainingTime(job("auto", mini_batches=4), "actor", H100, workload)
+    assert fewer.computed(backward=True).share == pytest.approx((1000 + 2 * 200) / (2 * 1200))
+    assert fewer.computed(backward=False).share == shared.computed(backward=False).share
+    by_prompts = job("auto", mini_batches=4, mini_batches_by="prompts")
+    assert by_prompts.computed("actor", 1000, 200, trains=True).share == pytest.approx(kept)
+
+
+def test_the_numbers_of_sharing_are_those_of_training():
+    assert (MIN_SHARED_TOKENS, LEAST_SAVED) == (prefix_tree.MIN_SHARED_TOKENS, prefix_tree.LEAST_SAVED)
+
+
+def test_the_description_tells_what_is_shared():
+    job = long_job(actor=FSDP, loss={"old_logprobs": "actor"})
+    few, many = (Workload(prompt, 1000, 2000) for prompt in (50, 1000))
+    assert describe_sharing(job, ["update"], few) == []
+    (line,) = describe_sharing(job, ["update", "actor_logprobs"], many)
+    assert line.endswith("44% of actor_logprobs and update")
+    agent = {"agent": {"function": "my_agent:answer"}}
+    with_agent = long_job({"actor": "0-7", "rollout, reward, env": "8-15"}, actor=FSDP, env=agent)
+    assert describe_sharing(with_agent, ["update"], many) == [], "contexts of agents are unknown"
 
 
 def test_a_sync_of_what_changed_is_told_by_the_bytes_that_it_sends():

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rltrain.data.experience import assign_groups
 from rltrain.rollout import generation_loop as tickets_module
 from rltrain.rollout.generation_loop import CompletionLog, Finished, SharedAssignment, StaticAssignment, StreamRules
 from rltrain.rollout.rollout_state import Consumed
@@ -46,6 +48,17 @@ def test_one_engine_draws_step_after_step(store):
     chunks = Setting(num_steps=3).run(store)[0]
     assert [positions(drawn) for _, drawn in chunks] == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
     assert_all_drawn_once([chunks], 18)
+
+
+def test_replicas_are_balanced_by_what_they_compute(store):
+    """Group n has a prompt of n + 1 tokens and two responses. With shared prefixes the prompt is computed once."""
+    setting = Setting(per_step=12, num_engines=2, shares_prefixes=True, length_of=lambda number: 13 - number // 2)
+    finished, _ = setting.run(store)[0][0]
+    assert [entry.num_tokens for entry in finished] == [n + 1 + 2 * (13 - n) for n in range(12)]
+    counts = torch.tensor([entry.num_tokens for entry in finished])
+    replicas = assign_groups(counts, 2)
+    computed = [int(counts[replicas == own].sum()) for own in (0, 1)]
+    assert abs(computed[0] - computed[1]) <= 2
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -50,6 +50,14 @@ def test_token_counts_are_those_of_all_samples():
     (group,) = [group for _ in range(5) for group in groups.step()]
     assert group.num_response_tokens == 4 + 5
     assert group.num_tokens == 2 * 3 + 4 + 5, "the prompt counts with every sample"
+    assert group.num_distinct_tokens == 3 + 4 + 5
+
+
+def test_tokens_of_a_group_that_begin_alike_are_counted_once():
+    texts = [(5, 6, 7, 8), (5, 6), (5, 6, 9), (4,), (5, 6, 9)]
+    samples = (Sample(number, text, seed=0) for number, text in enumerate(texts))
+    beginnings = {text[: end + 1] for text in texts for end in range(len(text))}
+    assert SampleGroup(0, 0, tuple(samples)).num_distinct_tokens == len(beginnings) == 6
 
 
 def test_room_is_for_whole_groups():

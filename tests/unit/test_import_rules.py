@@ -149,6 +149,8 @@ VERL: list[tuple[str, dict[str, Any]]] = [
     ),
     (f"{ACTOR}policy_loss.loss_mode=gspo", {"loss.policy": "gspo", "loss.normalization": "sequence_mean"}),
     (f"{ACTOR}entropy_from_logits_with_chunking=True {ACTOR}strategy=megatron", {"model.logits_chunk_tokens": 2048}),
+    (f"{ACTOR}use_prefix_grouper=True", {"actor.share_prefixes": True}),
+    (f"{ACTOR}use_prefix_grouper=False", {"actor.share_prefixes": None}),
     (f"{ACTOR}ppo_micro_batch_size_per_gpu=4", {"actor.micro_batch_tokens": 4 * (512 + 512)}),
     (
         f"{ACTOR}optim.lr=1e-5 {ACTOR}optim.min_lr_ratio=0.1 {ACTOR}optim.lr_scheduler_type=cosine",

@@ -318,6 +318,7 @@ def preferences(
     num_eval: int = 0,
     algorithm: str = "dpo",
     tokenizer: Any = None,
+    share_prefixes: Literal["auto"] | bool = "auto",
     **columns: Any,
 ) -> Preferences:
     (tokenizer or byte_tokenizer(TEMPLATE if template else None)).save_pretrained(folder / "model")
@@ -335,6 +336,7 @@ def preferences(
                 train=file, eval=held_out, shuffle=False, max_response_tokens=limit, on_long_row=on_long_row
             ),
             batch=schema.Batch(prompts_per_step=len(rows)),
+            actor=schema.Actor(share_prefixes=share_prefixes),
         )
     )
 
@@ -361,6 +363,12 @@ def test_a_pair_is_a_group_of_the_chosen_sample_and_the_rejected_one(tmp_path: P
     assert experience.group_ids.tolist() == experience.prompt_ids.tolist() == [0, 0, 1, 1]
     assert experience.sample_ids.tolist() == [12, 13, 14, 15]
     assert experience.margins.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("how", "copies"), [("auto", 1), (True, 1), (False, 2)])
+def test_replicas_are_balanced_by_what_is_computed_of_pairs(how: Any, copies: int, tmp_path: Path) -> None:
+    pairs = preferences(tmp_path, PAIR, {"prompt": "c", "chosen": "d", "rejected": "ef"}, share_prefixes=how)
+    assert pairs.group_sizes(0).tolist() == [copies * 2 + 3 + 1, copies * 1 + 1 + 2]
 
 
 @pytest.mark.parametrize(("algorithm", "end"), [("dpo", "<end>"), ("reward_model", "<eos>")])
