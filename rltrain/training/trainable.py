@@ -1,14 +1,10 @@
 """The models of roles on every backend: evaluation, training, and saved training states."""
 
 import math
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +19,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models.table import Array, IntArray
-from rltrain.offload.memory_parts import MemoryPart
+from rltrain.offload.memory_parts import LateCopies, LateTensors, MemoryPart
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import MadeWeights
 from rltrain.training.fake_quantization import rounded_weights
@@ -273,87 +269,6 @@ def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
     """Returns the rows as one tensor, fp64 [rows, columns]."""
     values = [value.detach().to(device, torch.float64) for row in rows for value in row]
     return torch.stack(values).view(len(rows), -1)
-
-
-# Copies of a training state, made while training continues. They must be finished before the state changes.
-
-
-class LateCopies:
-    """A queue of pending copies of a model's state on `device`.
-
-    Call `settle` before you read the copies, and before you change or move their sources. It makes the remaining
-    copies, or waits for another thread to finish them. It may be called from any thread.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._owner = threading.get_ident()
-        self._lock = threading.Lock()
-        self._left: deque[Callable[[], object]] = deque()
-        self._waited_s = 0.0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._written: torch.cuda.Event | None = None
-
-    def begin(self) -> None:
-        """Marks the state as complete: work already issued on the device has written it."""
-        self.settle()
-        if self._stream is not None:
-            self._written = torch.cuda.current_stream(self._device).record_event()
-
-    def add(self, part: MemoryPart, values: Tensor, first: int, count: int, into: Tensor | None) -> Tensor:
-        """Returns a tensor for a future copy of `count` elements of `values` from `first` on, or `into` if given.
-        `values` belongs to `part`. Raises RuntimeError if the part was dropped."""
-        part.require_kept()
-        copy = torch.empty(count, dtype=values.dtype) if into is None else into
-        self._left.append(partial(part.read, values, first, count, into=copy))
-        return copy
-
-    def settle(self) -> None:
-        if not self._left:
-            return
-        begin = time.perf_counter()
-        while self._make_one():
-            pass
-        if threading.get_ident() == self._owner:
-            self._waited_s += time.perf_counter() - begin
-
-    def take_waited_s(self) -> float:
-        """Returns the seconds spent by the training thread in `settle` since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
-
-    def _make_one(self) -> bool:
-        with self._lock:  # held during the copy: an empty queue means that all copies are made
-            if not self._left:
-                return False
-            with self._beside():
-                self._left[0]()
-            self._left.popleft()
-            return True
-
-    def _beside(self) -> AbstractContextManager[None]:
-        """Selects a separate stream, so copies do not wait for work issued later."""
-        if self._stream is None or self._written is None:
-            return nullcontext()
-        self._stream.wait_event(self._written)
-        return torch.cuda.stream(self._stream)
-
-
-class LateTensors(Mapping[str, Tensor]):
-    """A mapping of `tensors` that finishes the pending copies of `late` before each access."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], late: LateCopies) -> None:
-        self._tensors, self._late = tensors, late
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._late.settle()
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 # The tensors of an optimizer, and their location.

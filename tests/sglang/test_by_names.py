@@ -113,7 +113,7 @@ BLOCKS: dict[str, Any] = {
 """Sizes of which two ranks have whole blocks of FP8. SGLang expects this."""
 LONG_HEADS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
 IN_FP8 = ("gemma2", "seed_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3", "mixtral")
-"""Families of every kind of layers. SGLang's own load drops scales of phi3, llama and mistral, so it is no reference."""
+"""Families of every kind of layers. SGLang itself drops scales of phi3, llama and mistral, so it is no reference."""
 
 
 def tiny_checkpoint(

@@ -24,6 +24,8 @@ from rltrain.offload.activations import ActivationOffload, _unpack
 from rltrain.offload.device_memory import CudaMemory, DeviceMemory
 from rltrain.offload.host_memory import ALIGNMENT_BYTES, HostTensors, equals_on_node
 from rltrain.offload.memory_parts import (
+    LateCopies,
+    LateTensors,
     MemoryPart,
     OverlayPart,
     PausedRegion,
@@ -36,7 +38,6 @@ from rltrain.roles.reference import ReferenceRole
 from rltrain.runtime.job_store import JobStore
 from rltrain.runtime.world import World
 from rltrain.schedule.order import Order
-from rltrain.training.trainable import LateCopies, LateTensors
 from tests.support.cuda_streams import Device, Operators, RaceError, Stream
 from tests.support.shared_store import on_ranks, open_store
 from tests.unit.test_memory_plan import NEEDS, PARTS, Entry, order_of
