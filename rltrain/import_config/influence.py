@@ -133,7 +133,12 @@ def settle(key: str, value: Any, out: Translation, keys: SourceKeys) -> None:
     """Adds an untranslated key to the leftovers, with a reason that holds for this run, or else to the differences."""
     rules: KeyRules = out.rules
     known = defaults_of(rules.source)
-    same = (key in known and equal(value, known[key])) or (key in keys.assumed and equal(value, keys.assumed[key]))
+    is_off = value in EMPTY and known.get(key) is False
+    same = (
+        is_off
+        or (key in known and equal(value, known[key]))
+        or (key in keys.assumed and equal(value, keys.assumed[key]))
+    )
     if same:
         out.leave(key, value, f"the default of {out.framework}")
     elif key in keys.tree.defaults and equal(value, keys.tree.defaults[key]):

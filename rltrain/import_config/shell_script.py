@@ -336,14 +336,24 @@ class _Script:
             return NotImplemented
         if rest[0].startswith("-") and rest[0].endswith("c") and len(rest) > 1:
             return self.nested(rest[1])
-        if not Path(self.folder, rest[0]).is_file():
+        file = self.started(rest[0])
+        if file is None:
             return NotImplemented
         before = self.variables.arguments, dict(self.variables.values)
         self.variables.arguments = rest[1:]
         with suppress(_LeftError):  # another process: what it sets and its exit do not matter here
-            self._source(rest[0], rest[1:])
+            self._source(file, rest[1:])
         self.variables.arguments, self.variables.values = before
         return True
+
+    def started(self, name: str) -> str | None:
+        """Returns the path of a started script. Like a config file, it is also searched from the script upwards."""
+        if UNKNOWN in name:
+            return None
+        if Path(self.folder, name).is_file():
+            return name
+        above = () if Path(name).is_absolute() else Path(self.variables.script).resolve().parents
+        return next((str(folder / name) for folder in above if (folder / name).is_file()), None)
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         before, self.variables.arguments = self.variables.arguments, arguments

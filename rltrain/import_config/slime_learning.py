@@ -17,6 +17,7 @@ from rltrain.import_config.translation import (
     UntranslatableError,
     count,
     estimator,
+    language_model,
     number,
     ranks,
     real,
@@ -362,7 +363,7 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     elif kind in MATH and keys.get("label-key") is None:
         out.set("reward.function", "environment", f"rm-type {kind} without label-key: the reward is always 0")
     elif kind in MATH:
-        _set_math(str(kind), out)
+        _set_math(str(kind), keys, out)
     elif kind == "remote_rm":
         out.set("reward.function", keys.text("rm-url"), "rm-url")
     elif generate is not None and kind is None:
@@ -374,15 +375,23 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
         out.set("reward.options", {"reward_key": scored}, "reward-key")
 
 
-def _set_math(kind: str, out: Translation) -> None:
-    """Sets the built-in comparison of answers, with the parts of a response where slime looks for one."""
-    if kind == "dapo":
+THOUGHT, OF_DEEPSCALER = "</think>", "slime/rollout/rm_hub/deepscaler.py"
+
+
+def _set_math(kind: str, keys: SourceKeys, out: Translation) -> None:
+    """Sets the built-in comparison of answers, with the parts of a response where slime looks for one. If the tree of
+    slime beside the script was changed, its function is set."""
+    tree = keys.file(OF_DEEPSCALER) if kind == "deepscaler" else None
+    if tree is not None and THOUGHT not in tree.read_text(encoding="utf-8"):
+        name = "slime.rollout.rm_hub.deepscaler:get_deepscaler_rule_based_reward"
+        out.set("reward.function", name, f"{OF_DEEPSCALER} beside the script was changed; needs that package slime")
+    elif kind == "dapo":
         set_signed_math(out, "rm-type", kind, WITHOUT_COMPARISON)
     else:
         out.set("reward.function", "math", "rm-type")
         options: dict[str, Any] = {"last_number": False}
         if kind == "deepscaler":
-            options["after"] = ["</think>", "###Response"]
+            options["after"] = [THOUGHT, "###Response"]
         out.set("reward.options", options, f"rm-type {kind}: where slime looks for a marked answer")
 
 
@@ -476,9 +485,16 @@ def _set_evaluation_sets(sets: list[dict[str, Any]], origin: str, out: Translati
 
 def set_contexts(keys: SourceKeys, out: Translation) -> None:
     """Passes the longest contexts of training and evaluation to a function for generation, if they differ here."""
-    own = "rollout-max-context-len"
+    own, here = "rollout-max-context-len", "rollout.max_context_tokens"
     given, evaluated = keys.get(own), keys.get("eval-max-context-len", keys.get(own))
-    if "env.function" not in out.settings or given in NOTHING or evaluated in NOTHING:
+    if "env.function" not in out.settings:
+        return
+    if given in NOTHING:
+        longest = language_model(out.get("model.path")).get("max_position_embeddings")
+        if longest is not None:
+            out.set(here, max(count(longest), out.get(here)), "the model's: slime has no limit for conversations")
+        elif here not in out.fixed:
+            out.differs(own, given, f"slime has no limit for conversations without it; --set {here}=TOKENS")
         return
     most = max(out.get("rollout.max_context_tokens"), count(evaluated))
     if most != count(given):

@@ -390,6 +390,7 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
         hint = "; expected such a command, a script that starts one, or a YAML file"
         other = _another(framework, [one.arguments for one in script.started])
         raise ConfigError(f"{name}: starts no command of {framework.name}{other}{hint}{asked_for(script.unset)}")
+    _refuse_missing_script(launches[0][0].arguments, name)
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"the script starts {len(launches)} trainings, this is the first ({_lines(launches)})")
@@ -398,6 +399,16 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     if framework.beside is not None:
         keys |= framework.beside([one.arguments for one in script.started])
     return ReadSource(keys, name, notes, folder, frozenset(script.unset), framework.tree(folder, keys))
+
+
+def _refuse_missing_script(words: Sequence[str], name: str) -> None:
+    """Raises ConfigError for a command that starts another script. One that exists has been read instead."""
+    for shell, script in zip(words, words[1:], strict=False):
+        if shell in ("bash", "sh") and script.endswith(".sh"):
+            raise ConfigError(
+                f"{name}: it starts the script {script}, which is not found, and the keys of that one count; expected "
+                "it there, or the variables of its path by --env NAME=VALUE"
+            )
 
 
 def asked_for(unset: Iterable[str]) -> str:

@@ -70,6 +70,7 @@ from rltrain.import_config.verl_sft import is_supervised, translate_sft
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
 logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
+    trainer.{controller_nsight_options,worker_nsight_options}.* actor_rollout_ref.actor.profile.*
     trainer.{stats_path,stats_save_freq} trainer.*wandb* trainer.*swanlab* trainer.*tensorboard* trainer.*log*_dir
     trainer.*log*_path trainer.*dump*_dir trainer.*dump*_path trainer.*save_path
     trainer.validation_data_dir trainer.project_name trainer.experiment_name
@@ -182,7 +183,7 @@ the schedule covers the whole run: *.optim.{lr_decay_steps,total_training_steps}
 the learning rate is constant: *.optim.{min_lr,min_lr_ratio,num_cycles}
 the learning rate has no such schedule: *.optim.{lr_wsd_decay_steps,lr_wsd_decay_style,num_cycles}
 warm-up is given in steps: *.optim.lr_warmup_steps_ratio
-seeds of orders: actor_rollout_ref.actor.data_loader_seed critic.data_loader_seed
+seeds of orders: actor_rollout_ref.actor.data_loader_seed critic.data_loader_seed critic.megatron.seed
     actor_rollout_ref.*.fsdp_config.seed actor_rollout_ref.*.megatron.seed
 every mini-batch is the whole step: actor_rollout_ref.actor.shuffle critic.shuffle
 mini-batches keep the order of prompts, which is random: actor_rollout_ref.actor.shuffle critic.shuffle
@@ -249,6 +250,7 @@ speed or memory only: critic.{use_dynamic_bsz,ppo_micro_batch_size,ppo_micro_bat
 sequences are always packed: critic.model.use_remove_padding
 code in checkpoints is never run: critic.model.trust_remote_code
 no adapters: critic.model.{lora_alpha,target_modules,lora.*}
+a critic has no penalty: critic.kl_ctrl.kl_coef critic.kl_ctrl.type
 """)
 
 
@@ -455,6 +457,7 @@ def _mini_batches(keys: SourceKeys, out: Translation, prompts: int) -> None:
     """Sets mini-batches of whole prompts. With `n_agent` prompts are repeated before verl counts them."""
     name = A + "ppo_mini_batch_size"
     mini, agents = keys.get(name, 256), keys.get(AGENTS)
+    keys.assumed[AGENTS] = 1
     if agents in NOTHING or count(agents) == 1:
         set_mini_batches(out, prompts, mini, name + ", which counts prompts")
         return

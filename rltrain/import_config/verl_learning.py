@@ -131,6 +131,7 @@ def _root(most: float, sign: float) -> float:
 
 REPLAYS = {"R2": "recompute", "R3": "rollout"}
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+REPLAY_KEYS = (REPLAY, "actor_rollout_ref.actor.router_replay.mode")
 RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
@@ -165,10 +166,10 @@ def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, se
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:
     """Sets the router replay. R2 repeats the experts of the pass for the old log-probs. R3 repeats those of the
     engine."""
-    mode = keys.text(REPLAY, "disabled")
+    key, mode = keys.first(*REPLAY_KEYS, default="disabled")
     returned = keys.truth(RETURNED, False)
     if mode != "disabled":
-        set_named(out, "model.router_replay", REPLAYS, REPLAY, mode, "modes")
+        set_named(out, "model.router_replay", REPLAYS, key, mode, "modes")
     elif returned:
         out.leave(RETURNED, returned, "the engine's choices are not used")
 
@@ -464,6 +465,9 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
         Pair("trainer.critic_warmup", "critic.critic_warmup_steps", 0),
         Pair("critic.megatron.tensor_model_parallel_size", "critic.parallel.tp"),
         Pair("critic.megatron.pipeline_model_parallel_size", "critic.parallel.pp"),
+        Pair("critic.megatron.context_parallel_size", "critic.parallel.cp"),
+        Pair("critic.megatron.expert_model_parallel_size", "critic.parallel.ep"),
+        Pair("critic.megatron.expert_tensor_parallel_size", "critic.parallel.etp"),
     )
     apply(rules, keys, out)
     dynamic = keys.truth("critic.use_dynamic_bsz", keys.get(A + "use_dynamic_bsz", False))

@@ -265,6 +265,8 @@ def _loss_of_older(keys: SourceKeys, out: Translation) -> None:
     micro, of_all = keys.count(MICRO, 4), keys.get("data.micro_batch_size")
     if MICRO not in keys and of_all not in NOTHING:
         micro = max(count(of_all) // replicas, 1)
+        reason = f"some versions cut it into {micro} for each rank, and others ignore it; give {MICRO}"
+        out.differs("data.micro_batch_size", of_all, reason)
     balanced = keys.truth("data.balance_dp_token", False)
     is_one = samples == micro * replicas
     kind = "sequence_mean" if micro == 1 else "token_mean"

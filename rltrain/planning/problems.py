@@ -15,7 +15,6 @@ from rltrain.models import Architecture, DynamicScaling, YarnScaling
 from rltrain.models.canonical import adaptable_table
 from rltrain.models.lora import adapters_of, targets_in
 from rltrain.models.registry import BY_NAMES_IN_SGLANG, FAMILIES, TOWERS
-from rltrain.runtime.grid import Grid
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles, served_roles, trained_roles
 
@@ -155,7 +154,7 @@ NOT_IN_SGLANG = {
 """Why SGLang 0.5.23 does not serve a family."""
 
 
-def sglang_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+def sglang_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
     """Yields the problems of a model served by SGLang."""
     path, key = config.checkpoint_of(role)
     if architecture.family in BY_NAMES_IN_SGLANG:
@@ -164,11 +163,6 @@ def sglang_problems(config: Config, role: str, grid: Grid, architecture: Archite
         yield (
             f"{role}.engine: got sglang, but the model in {path} ({key}) has {lacks}, which only the embedded engine "
             "supports; expected embedded"
-        )
-    if architecture.vision is not None and grid.tp > 1 and architecture.family not in BY_NAMES_IN_SGLANG:
-        yield (
-            f"{config.parallel_of(role)[1]}.tp: got {grid.tp} with {role}.engine sglang and model.vision; expected 1: "
-            "a weight sync sends the whole vision tower to every rank, but a server splits it"
         )
 
 

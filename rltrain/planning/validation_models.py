@@ -84,7 +84,7 @@ def served_mechanism_problems(config: Config, role: str, grid: Grid, architectur
     """Yields the problems of the mechanisms of a served model."""
     yield from _delta_head_problems(config.parallel_of(role)[1], grid, architecture)
     if config.served(role).engine == "sglang":
-        yield from sglang_problems(config, role, grid, architecture)
+        yield from sglang_problems(config, role, architecture)
 
 
 # Served models, and the ranks of their engines.

@@ -11,7 +11,13 @@ from rltrain.rollout.embedded.decoder import CudaGraphs
 from rltrain.rollout.embedded.kv_cache import AttentionShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
-from tests.support.rollout_models import assert_same_but_for_ties, load_engine, ragged_requests, write_checkpoint
+from tests.support.rollout_models import (
+    assert_same_but_for_ties,
+    load_engine,
+    ragged_requests,
+    requests_of_one_system,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -68,9 +74,11 @@ def test_graphs_over_blocks_give_the_bits_of_eager_steps(checkpoint: Path, dtype
 
 def test_a_tight_budget_gives_what_none_gives(checkpoint: Path) -> None:
     options = {"device": "cuda", "max_context_tokens": 1024}
-    expected = load_engine(checkpoint, **options)[0].generate(samples(), SAMPLED)
+    requests = samples() + requests_of_one_system(6, 2, system_tokens=300)
+    expected = load_engine(checkpoint, **options)[0].generate(requests, SAMPLED)
     engine, _ = load_engine(checkpoint, kv_tokens=1600, **options)
-    assert_same_but_for_ties(engine.generate(samples(), SAMPLED), expected, logprob=1e-4)
+    assert_same_but_for_ties(engine.generate(requests, SAMPLED), expected, logprob=1e-4)
+    assert engine.cache_metrics()["rollout/context_prefix_tokens"] > 0
 
 
 def test_auto_leaves_the_workspace_and_a_20th_of_the_device() -> None:

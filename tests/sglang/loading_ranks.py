@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import load_parameters, load_quantized
 from rltrain.errors import EngineLost
 from rltrain.models import read_architecture
-from rltrain.rollout.layout import EnginePart, engine_by_names, in_parts
+from rltrain.rollout.layout import EnginePart, engine_by_names, engine_of, in_parts
 from rltrain.rollout.servers import sglang_weights
 from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_weights import Call, Delivery, NamedWeights
@@ -21,13 +21,17 @@ from tests.sglang.servers import CALL_TIMEOUT_S, CPU, PART_BYTES
 
 
 class Sender:
-    """One rank of an engine. It sends checkpoints like the first one, in `dtype`, or with `fp8` rounded to FP8."""
+    """One rank of an engine. It sends checkpoints like the first one, in `dtype`, or with `fp8` rounded to FP8.
+
+    With `direct` it sends SGLang's own parameters, otherwise the checkpoint's tensors by name.
+    """
 
     def __init__(
         self,
         call: Call,
         checkpoint: Path,
         *,
+        direct: bool = False,
         sees: bool = False,
         dtype: str = "float32",
         fp8: bool = False,
@@ -37,7 +41,10 @@ class Sender:
         architecture = read_architecture(checkpoint, sees=sees)
         grid = Grid(tuple(range(num_ranks)), tp=num_ranks)
         self.rank, self.dtype = rank, dtype
-        self.parts = in_parts(engine_by_names(architecture, grid, dtype=dtype, fp8=fp8), PART_BYTES)
+        whole = engine_by_names(architecture, grid, dtype=dtype, fp8=fp8)
+        if direct:
+            whole = engine_of(architecture, grid, dtype=dtype, fp8=fp8, sglang=True)
+        self.parts = in_parts(whole, PART_BYTES)
         self.delivery = Delivery(
             [part.layout for part in self.parts],
             rank,
@@ -45,7 +52,7 @@ class Sender:
             keep=True,
             group=dist.group.WORLD if num_ranks > 1 else None,
             call=call if rank == 0 else None,
-            names=NamedWeights.of(architecture),
+            names=None if direct else NamedWeights.of(architecture),
         )
         self.delivery.check_layout()
 

@@ -1,8 +1,9 @@
 """SGLang servers for tests: describes, calls and compares them."""
 
 import json
+import os
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ FROM_DISK = {"load_format": "auto"}
 """rollout.sglang.args of a server with the checkpoint's weights from its start, without a weight sync."""
 PROMPT, NUM_TOKENS = [5, 9, 2, 14, 7, 1], 24
 """Of greedy responses that are compared with those of transformers."""
+NARROW = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
+"""Widths of MLPs and experts that two ranks of SGLang need not pad on CPUs."""
 PART_BYTES = 20_000
 """Bytes of a part of the weights. The tiny checkpoints have several parts."""
 
@@ -118,6 +121,17 @@ def processes(server: Server) -> list[int]:
     return [*own, *forked, *(pid for fork in forked for pid in descendants(fork))]
 
 
+def started(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, num_ranks: int, **spec: Any
+) -> Server:
+    """Returns a server without GPUs. For two ranks SGLang needs a core of each one, and must not find NCCL."""
+    if num_ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/nonexistent")
+    return start_server(checkpoint, tp=num_ranks, **spec)
+
+
 def call(server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Returns the parsed answer of the server: to a GET without a body, else to a POST.
 
@@ -136,6 +150,13 @@ def checksums(server: Server) -> list[dict[str, str]]:
     """Returns SGLang's own checksum of every served parameter, by tensor-parallel rank. FP8 parameters include their
     scales."""
     return [rank["checksums"] for rank in call(server, "/weights_checker", {"action": "checksum"})["ranks"]]
+
+
+def loaded_by_sglang(server: Server, checkpoint: Path) -> list[dict[str, str]]:
+    """Returns the checksums of every rank after SGLang's own load of the files."""
+    body = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
+    call(server, "/update_weights_from_disk", body)
+    return checksums(server)
 
 
 def greedy(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:

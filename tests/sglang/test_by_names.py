@@ -1,7 +1,6 @@
 """Families whose weights SGLang's own loader puts in place, by the names of the checkpoint."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,17 @@ from rltrain.rollout.servers.calls import Client
 from rltrain.rollout.servers.sglang_process import Server, kept_modules_of, model_config_of
 from rltrain.runtime.grid import Grid
 from tests.sglang.loading_ranks import Sender
-from tests.sglang.servers import CPU, assert_serves, call, checksums, connected, running
+from tests.sglang.servers import (
+    CPU,
+    NARROW,
+    assert_serves,
+    call,
+    checksums,
+    connected,
+    loaded_by_sglang,
+    running,
+    started,
+)
 from tests.support.checkpoint_files import changed_somewhat, tensors_of
 from tests.support.family_checkpoints import CHECKPOINTS, YARN, make_family_checkpoint, tiny_config
 from tests.support.jobs import QUICKSTART, column, train
@@ -37,10 +46,6 @@ from tests.support.vision_checkpoints import write_checkpoint as write_vision_ch
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 TIMEOUT_S = 800
 RANKS = "tests.sglang.loading_ranks"
-WIDTH = 64
-"""A width of MLPs and experts that two ranks of SGLang need not pad on CPUs."""
-WIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-NARROW = dict.fromkeys(WIDE, WIDTH)
 SPARSE = {"mlp_only_layers": []}
 OWN_CODE = """from transformers import Qwen2Config
 
@@ -87,20 +92,29 @@ TINY = {
     "qwen3_5_text": Tiny("qwen3_5"),
     "qwen3_5_moe_text": Tiny("qwen3_5_moe"),
 }
+DIRECT = {
+    "llama": Tiny("llama"),
+    "mistral": Tiny("mistral"),
+    "qwen2": Tiny("qwen2"),
+    "qwen3": Tiny("qwen3"),
+    "qwen3_moe": Tiny("qwen3_moe", SPARSE),
+    "mixtral": Tiny("mixtral"),
+}
+"""Families whose parameters in SGLang are written directly. Here they are only compared on two ranks."""
 QUICK = ("phi3",)
 WITH_A_TOWER: tuple[Tower, ...] = ("qwen3_5", "qwen3_5_moe")
 
 
 BLOCKS: dict[str, Any] = {
     **{"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
-    **dict.fromkeys(WIDE, 256),
+    **dict.fromkeys(NARROW, 256),
     **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
     **{"linear_value_head_dim": 64, "num_hidden_layers": 2},
 }
 """Sizes of which two ranks have whole blocks of FP8. SGLang expects this."""
 LONG_HEADS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
-WITHOUT_FP8 = ("phi3", "gpt_oss")
-"""SGLang's loader of the former drops scales. The latter's experts cannot be rounded."""
+WITHOUT_FP8 = ("phi3", "llama", "mistral", "gpt_oss")
+"""SGLang's loader drops scales of the first three, so it is no reference. The last one's experts cannot be rounded."""
 
 
 def tiny_checkpoint(
@@ -118,27 +132,9 @@ def tiny_checkpoint(
     return folder
 
 
-def started(
-    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, num_ranks: int, **spec: Any
-) -> Server:
-    """Returns a server without GPUs. For two ranks SGLang needs a core of each one, and must not find NCCL."""
-    if num_ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "/nonexistent")
-    return start_server(checkpoint, tp=num_ranks, **spec)
-
-
 def spec_of(checkpoint: Path, *, sees: bool = False) -> dict[str, Any]:
     architecture = read_architecture(checkpoint, sees=sees)
     return {"model_config": model_config_of(architecture), "kept_modules": kept_modules_of(architecture)}
-
-
-def loaded_by_sglang(server: Server, checkpoint: Path) -> list[dict[str, str]]:
-    """Returns the checksums of every rank after SGLang's own load of the files."""
-    body = {"model_path": str(checkpoint), "load_format": "auto", "flush_cache": False}
-    call(server, "/update_weights_from_disk", body)
-    return checksums(server)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in QUICK)])
@@ -270,12 +266,12 @@ def test_a_tensor_that_the_server_ignores_is_reported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", TINY | DIRECT)
 def test_ranks_of_a_server_load_their_slices(
     name: str, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both ranks all parameters equal those of SGLang's own load, after whole syncs and after changes."""
-    tiny = TINY[name]
+    tiny = (TINY | DIRECT)[name]
     checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch)
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
@@ -284,7 +280,7 @@ def test_ranks_of_a_server_load_their_slices(
     first, second = expected[checkpoint]
     assert first != second and expected[changed] != expected[checkpoint]
     turns = [checkpoint, changed, checkpoint]
-    told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)]}
+    told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)], "direct": name in DIRECT}
     found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told)
     assert found == [expected[folder] for folder in turns]
     in_sglang = FAMILIES[read_architecture(checkpoint).family].sglang
@@ -295,12 +291,12 @@ def test_ranks_of_a_server_load_their_slices(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TINY if "," not in name and name not in WITHOUT_FP8])
+@pytest.mark.parametrize("name", [name for name in TINY | DIRECT if "," not in name and name not in WITHOUT_FP8])
 def test_ranks_of_a_server_load_their_slices_in_fp8(
     name: str, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both ranks parameters and scales equal those of SGLang's own load of a checkpoint in FP8."""
-    tiny = TINY[name]
+    tiny = (TINY | DIRECT)[name]
     checkpoint = tiny_checkpoint(tmp_path / "model", tiny, monkeypatch, BLOCKS)
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     save_file(changed_somewhat(tensors_of(checkpoint), 0), changed / "model.safetensors", {"format": "pt"})
@@ -312,7 +308,7 @@ def test_ranks_of_a_server_load_their_slices_in_fp8(
     ]
     assert expected[0] == expected[2] != expected[1] and any("scale_inv" in parameter for parameter in expected[0][0])
     told = {"url": server.url, "token": server.token, "checkpoints": [*map(str, turns)], **in_fp8}
-    found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told)
+    found, _ = run_distributed(f"{RANKS}:send_in_turn", 2, told | {"direct": name in DIRECT})
     assert found == expected
     server.kill()
 

@@ -19,9 +19,10 @@ from rltrain.rollout.servers.sglang_process import Server
 from rltrain.rollout.servers.sglang_weights import Delivery
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.image_files import ImageStore
-from tests.sglang.servers import PART_BYTES, call, connected
+from tests.sglang.servers import NARROW, PART_BYTES, call, connected, loaded_by_sglang, started
 from tests.support.counting_images import GRPO
 from tests.support.jobs import column, succeed, train
+from tests.support.torchrun import run_distributed
 from tests.support.vision_checkpoints import (
     IMAGE_TOKEN,
     VISION_END,
@@ -36,6 +37,8 @@ PATCH = 14
 """Height and width of a patch in pixels. SGLang supports no other for Qwen2.5-VL."""
 FFN = 64
 """Feed-forward units of the tower. On CPUs SGLang pads them to a multiple of 64."""
+WIDE = dict.fromkeys(NARROW, 128)
+"""Sizes of the language model's MLPs and experts that two ranks of SGLang need not pad."""
 POSITIONS = 64
 """Learned positions of the tower. SGLang pads them like a vocabulary."""
 TIMEOUT_S = 800
@@ -62,6 +65,27 @@ def test_weights_with_a_tower_are_served(kind: Tower, start_server: Callable[...
             call(server, "/flush_cache", {})
             assert_serves(server, folder, kind, tmp_path)
         delivery.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_both_ranks_of_a_server_hold_the_whole_tower(
+    kind: Tower, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parameters equal those of SGLang's own load, and log-probs after an image those of transformers."""
+    first, second = folders = [tmp_path / "first", tmp_path / "second"]
+    for seed, folder in enumerate(folders):
+        positions = {} if kind == "qwen2_5_vl" else {"num_position_embeddings": POSITIONS}
+        write_checkpoint(folder, kind, seed=seed, patch=PATCH, text=WIDE, intermediate_size=FFN, **positions)
+    server = started(start_server, monkeypatch, first, 2, needs_tokenizer=True, whole_tower=True)
+    expected = [loaded_by_sglang(server, folder) for folder in folders]
+    options = {"checkpoints": [*map(str, folders)], "sees": True, "direct": True}
+    told = {"url": server.url, "token": server.token, **options}
+    found, _ = run_distributed("tests.sglang.loading_ranks:send_in_turn", 2, told)
+    assert found == expected
+    call(server, "/flush_cache", {})
+    assert_serves(server, second, kind, tmp_path)
+    server.kill()
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,14 @@ class Talk:
 
 
 def talks(seed: int, count: int = 5) -> list[Talk]:
-    """Returns talks of one to four turns. Pairs of talks share a prompt."""
+    """Returns talks of one to four turns. Pairs of talks share a prompt, and some prompts begin alike."""
     draw = random.Random(seed)
 
     def tokens(longest: int) -> tuple[int, ...]:
         return tuple(draw.randrange(4, VOCAB_SIZE) for _ in range(draw.randint(0, longest)))
 
-    prompts = [(5, *tokens(11)) for _ in range(count)]
+    systems = [(5, *tokens(9)) for _ in range(2)]
+    prompts = [(*systems[number % 2], *tokens(3)) for number in range(count)]
     made = []
     for number in range(count):
         answers = [tokens(6) for _ in range(draw.randint(0, 3))]

@@ -23,7 +23,7 @@ from tests.support.checkpoint_files import tensors_of
 from tests.support.schedule_configs import make_config
 from tests.support.served import CHECKPOINT
 from tests.unit.test_delta_files import CPU, LIMIT_S, Store
-from tests.unit.test_http_engine import SHORT, Rig, await_, drawn_right, finish, rig, samples
+from tests.unit.test_http_engine import LONG, SHORT, Rig, await_, drawn_right, finish, rig, samples
 
 __all__ = ["rig"]
 
@@ -157,15 +157,16 @@ def test_a_server_restarted_in_silence_is_given_both_again(rig: Rig, tmp_path: P
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_under_way_goes_on_by_new_adapters(rig: Rig, tmp_path: Path, kind: str) -> None:
-    ranks, server = Ranks(tmp_path / "weights"), rig.server(kind, lora_rank=4, pace_s=0.02)
+    ranks, server = Ranks(tmp_path / "weights"), rig.server(kind, lora_rank=4, pace_s=0.05)
     engine = rig.start(weights=ranks.weights[0])
     sync(engine, ranks, 0)
-    engine.submit(samples(4), SHORT)
-    done = finish(engine, lambda: any(len(one.tokens) > 1 for one in engine.progress([100, 101, 102, 103])))
+    engine.submit(samples(4), LONG)
+    done = finish(engine, lambda: any(len(one.tokens) > 1 for one in engine.progress([100, 101])))
     sync(engine, ranks, 1)
     server.pace_s = 0.001
     done += finish(engine)
     assert sorted(one.id for one in done) == [100, 101, 102, 103] and drawn_right(done)
+    assert any({*one.policy_versions} == {0, 1} for one in done)
 
 
 START = "start it with --enable-lora --max-lora-rank 4 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

@@ -359,3 +359,16 @@ def test_options_of_verls_reward_functions() -> None:
     own = "custom_reward_function.path=/r.py custom_reward_function.name=score"
     found = found_of("verl", f"{own} +custom_reward_function.reward_kwargs.scale=0.5")
     assert found.data["reward"] == {"function": "/r.py:score", "options": {"scale": 0.5}}
+
+
+def test_a_script_that_starts_a_missing_one_is_refused(tmp_path: Path) -> None:
+    """The keys that the other script adds would be lost."""
+    started = 'bash "$ROOT/inner.sh" data.train_batch_size=64 trainer.total_training_steps=9 trainer.n_gpus_per_node=8'
+    (tmp_path / "outer.sh").write_text(started + "\n")
+    with pytest.raises(ConfigError, match="it starts the script /nowhere/inner.sh, which is not found"):
+        imported("verl", [str(tmp_path / "outer.sh")], variables=["ROOT=/nowhere"])
+    (tmp_path / "inner.sh").write_text(VERL.replace("MORE", "$@").replace("\n", " ") + "\n")
+    assert imported("verl", [str(tmp_path / "outer.sh")], variables=[f"ROOT={tmp_path}"]).get("algorithm") == "grpo"
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "outer.sh").write_text(started.replace('"$ROOT/inner.sh"', "inner.sh") + "\n")
+    assert imported("verl", [str(tmp_path / "deep" / "outer.sh")]).get("algorithm") == "grpo", "run from the top folder"

@@ -108,7 +108,8 @@ def test_fsdp_of_slime_is_fsdp() -> None:
 
 
 def test_environments_and_rewards_have_a_prompt_each() -> None:
-    keys = "--custom-generate-function-path agent.generate.generate --custom-rm-path agent.reward.reward"
+    keys = "--custom-generate-function-path agent.generate.generate --custom-rm-path agent.reward.reward "
+    keys += "--rollout-max-context-len 4096"
     found = found_of("slime", keys.replace("--custom", "--rollout-batch-size 4 --custom", 1))
     assert found.get("placement.actor, rollout") == "0-7"
     assert found.get("placement.reward, env") == "0,4", "first ranks of the two engines"

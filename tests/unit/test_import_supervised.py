@@ -53,7 +53,7 @@ def test_its_keys_are_translated() -> None:
         ("data.micro_batch_size_per_gpu=4 data.balance_dp_token=True", "token_mean", False),
         ("data.micro_batch_size_per_gpu=1", "sequence_mean", False),
         ("data.micro_batch_size_per_gpu=1 data.train_batch_size=8", "sequence_mean", True),
-        ("data.micro_batch_size=64 data.balance_dp_token=True", "token_mean", True),
+        ("data.micro_batch_size=16 data.balance_dp_token=True", "token_mean", False),
     ],
 )
 def test_micro_batches_weigh_alike_there(more: str, kind: str, same: bool) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported
 from rltrain.import_config.translation import RowCounts, Translation
-from tests.unit.test_import_features import VERL, found_of
+from tests.unit.test_import_features import SLIME, VERL, found_of
 
 CONFIG = """
 data: {apply_chat_template: true, gen_batch_size: "${data.train_batch_size}"}
@@ -136,3 +136,26 @@ def test_slimes_evaluation_samples_as_training_and_has_its_own_context() -> None
     found = found_of("slime", contexts + "--custom-generate-function-path mine.generate --custom-rm-path mine.reward")
     assert found.get("env.options") == {"rollout_max_context_len": 8192, "eval_max_context_len": 16384}
     assert found.get("rollout.max_context_tokens") == 16384
+
+
+def test_conversations_of_slime_without_a_limit_have_the_models(tmp_path: Path) -> None:
+    turns = "--custom-generate-function-path mine.generate "
+    with pytest.raises(ConfigError, match="rollout-max-context-len: None: slime has no limit for conversations"):
+        found_of("slime", turns)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 4096}')
+    assert found_of("slime", turns, tmp_path).get("rollout.max_context_tokens") == 4096
+    text = SLIME.replace("MODEL", "/models/m").replace("MORE", turns).replace("\n", " ")
+    found = imported("slime", [text], settings=["rollout.max_context_tokens=9000"])
+    assert found.get("rollout.max_context_tokens") == 9000
+
+
+def test_a_changed_tree_of_slime_has_its_own_reward(tmp_path: Path) -> None:
+    script, rewards = tmp_path / "run.sh", tmp_path / "slime" / "rollout" / "rm_hub" / "deepscaler.py"
+    rewards.parent.mkdir(parents=True)
+    text = SLIME.replace("MODEL", "/models/m").replace("MORE", "--rm-type deepscaler").replace("\n", " ")
+    script.write_text(text)
+    rewards.write_text('MARK = "</think>"\n')
+    assert imported("slime", [str(script)]).get("reward.function") == "math"
+    rewards.write_text("MARK = None\n")
+    own = "slime.rollout.rm_hub.deepscaler:get_deepscaler_rule_based_reward"
+    assert imported("slime", [str(script)]).get("reward.function") == own

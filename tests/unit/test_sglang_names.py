@@ -9,7 +9,8 @@ from torch import Tensor
 from rltrain.errors import EngineLost
 from rltrain.reshard.layout import split
 from rltrain.rollout.layout import engine_by_names
-from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights
+from rltrain.rollout.servers.in_sglang import rltrain_weight_loader as loader
+from rltrain.rollout.servers.sglang_weights import Delivery, NamedWeights, fields_of
 from rltrain.runtime.grid import Grid
 from tests.support.loading_server import LoadingServer, Model
 from tests.support.model_shards import tiny_architecture
@@ -163,6 +164,37 @@ def test_verify_finds_what_the_loader_leaves_out_later_and_what_changed_on_the_w
     server.before_load = lambda: views[EMBEDDING].add_(1.0)
     with pytest.raises(EngineLost, match=r"embed_tokens\.weight differs from what was staged"):
         deliver(delivery, weights(4), 4, verify=True)
+
+
+def test_scales_that_only_the_server_has_are_never_unwritten(serve: Serve) -> None:
+    """At the end of every update SGLang refuses those of keys and values that are no numbers."""
+    attention = torch.nn.Module()
+    attention.quant_method = type("Fp8KVCacheMethod", (), {})()
+    for name in ("k_scale", "v_scale"):
+        attention.register_parameter(name, torch.nn.Parameter(torch.tensor(0.5), requires_grad=False))
+    model = Loading()
+    model.add_module("attention", attention)
+    _, delivery = serve(model)
+    assert (float(attention.k_scale), float(attention.v_scale)) == (-1.0, -1.0)
+    deliver(delivery, weights(1), 1)
+    assert (float(attention.k_scale), float(attention.v_scale)) == (-1.0, -1.0)
+
+
+def test_elements_in_fp8_that_the_loader_leaves_out_are_found() -> None:
+    part = engine_by_names(ARCHITECTURE, Grid((0,)), dtype="bfloat16", fp8=True)
+    tensors = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields_of(part.layout, 0)}
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert tensors[name].dtype == torch.float8_e4m3fn and tensors[f"{name}_scale_inv"].dtype == torch.float32
+    model = Model(tensors)
+    loader._mark(model)
+    for parameter in model.held.values():
+        parameter.zero_()
+    loader._refuse_marks(model, ())
+    loader._mark(model)
+    for other, parameter in model.held.items():
+        parameter.view(-1)[int(other == name) :].zero_()
+    with pytest.raises(ValueError, match=rf"has not written 1 of \d+ elements of parameter {name}"):
+        loader._refuse_marks(model, ())
 
 
 def test_each_tensor_is_on_one_rank_of_every_engine() -> None:

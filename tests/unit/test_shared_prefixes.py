@@ -79,6 +79,16 @@ def test_prompts_that_follow_one_another_are_computed_in_rounds() -> None:
     assert work(tables, 4, prompt(4, begin=longer)) == [(12, 0)], "all is there"
 
 
+def test_what_saves_little_is_held_once_and_computed_by_each() -> None:
+    tables = BlockTables(60, 4, 8, 80)
+    (long,) = tables.enter(0, [prompt(0, 40, begin=SYSTEM[:4])], 0)
+    longer, short = tables.enter(1, [prompt(1, 37, begin=SYSTEM[:4]), prompt(2, 36, begin=SYSTEM[:4])], 0)
+    assert [entry.follows for entry in (long, longer, short)] == [False, True, True]
+    (longest,) = tables.enter(3, [prompt(3, 38, begin=SYSTEM[:4])], 0)
+    assert (longest.first, longest.follows) == (4, False), "4 of 41 tokens"
+    assert len(set(tables.rows[:4, 0])) == 1
+
+
 def test_kept_prompts_make_room_the_least_recently_used_first() -> None:
     tables = BlockTables(11, 4, 8, 40)
     others = (50, 51, 52, 53, 54, 55, 56, 57)

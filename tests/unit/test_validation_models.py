@@ -106,6 +106,10 @@ def test_weights_by_names_may_be_in_fp8(architecture: Architecture) -> None:
     check(architecture, **SGLANG_FP8)
 
 
+def test_ranks_of_a_server_may_share_a_model_with_a_tower() -> None:
+    check(replace(VISION, vision=tiny_vision("qwen3_vl")), rollout={"engine": "sglang", "parallel": {"tp": 2}})
+
+
 @pytest.mark.parametrize("sections", [SGLANG, TRANSFORMER_ENGINE, CP], ids=str)
 def test_yarn_goes_with_sglang_transformer_engine_and_context_parallelism(sections: dict[str, Any]) -> None:
     check(SCALED, **sections)
@@ -187,11 +191,6 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
         (GPT_OSS, TRANSFORMER_ENGINE, ["model.transformer_impl", "attention sinks", LOCAL]),
         (ODD_DELTA, SGLANG, ["rollout.engine: got sglang", "gated delta nets in other layers", "expected embedded"]),
         (VISION, SGLANG, ["rollout.engine: got sglang", "a vision tower, but no model.vision", "expected embedded"]),
-        (
-            replace(VISION, vision=tiny_vision("qwen3_vl")),
-            {"rollout": {"engine": "sglang", "parallel": {"tp": 2}}},
-            ["rollout.parallel.tp: got 2 with rollout.engine sglang and model.vision; expected 1"],
-        ),
         (
             replace(VISION, vision=tiny_vision("qwen3_vl")),
             {"actor": {"parallel": {"pp": 2}}, "model": {"path": "m", "vision": {}}},

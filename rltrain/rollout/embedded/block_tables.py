@@ -18,6 +18,8 @@ from rltrain.rollout.workspace import room_for_cache
 
 _MOST_SPARED = 4
 """At most 1/4 of the blocks is reserved for running samples. Samples about to end need none."""
+_LEAST_SAVED = 10
+"""A sample follows the blocks of others if they save 1/10 of its tokens. Attention to cached tokens takes longer."""
 _ADMIT_FRACTION = 8
 """Fewer samples than wanted may start once 1/8 of the blocks is free."""
 
@@ -418,8 +420,9 @@ class BlockTables:
         if mate and not sample.tokens:
             own = start.holding.blocks[num_found] if start.holding.rest else 0
             return EnteredSample(False, 0, (mate.blocks[num_found], own) if own else None, is_of_prompt=True)
-        follows = first > 0
-        return EnteredSample(True, first, follows=follows, round=start.holding.end.round, is_of_prompt=bool(mate))
+        if first * _LEAST_SAVED < max(len(sample.context) - 1, 1):
+            return EnteredSample(True, first)
+        return EnteredSample(True, first, follows=True, round=start.holding.end.round, is_of_prompt=bool(mate))
 
     def _make_free(self, num_blocks: int) -> bool:
         """Evicts parked samples and kept prompts until so many blocks are free. Returns whether they are."""

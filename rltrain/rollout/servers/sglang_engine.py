@@ -459,7 +459,7 @@ def _check_device(site: EngineSite) -> None:
     if len(site.ranks) > 1:
         raise ConfigError(
             f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
-            f"because SGLang runs in one process on CPUs, or {site.role}.engine: embedded"
+            f"because SGLang needs a NUMA node per rank on CPUs, or {site.role}.engine: embedded"
         )
     if site.settings.dtype == "fp8":
         raise ConfigError(
@@ -500,6 +500,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
         adapter=_adapter(site),
+        whole_tower=len(ranks) > 1 and site.architecture.vision is not None and not by_names(site.architecture),
         kept_modules=kept_modules_of(site.architecture),
         model_config=model_config_of(site.architecture),
     )

@@ -86,6 +86,8 @@ class ServerSpec:
     """Whether responses include the experts of each token."""
     adapter: AdapterSpec | None = None
     """Adapters beside the weights, or None."""
+    whole_tower: bool = False
+    """Whether every rank has the whole vision tower. SGLang itself would split it over the ranks."""
     kept_modules: tuple[str, ...] = ()
     """Beside FP8, the modules whose matrices stay in `dtype`: the ends of their names."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -316,6 +318,7 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "dist_init_addr": spec.rendezvous,
             **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
             **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
+            **({"mm_enable_dp_encoder": True} if spec.whole_tower else {}),
             **_overrides(spec),
             **(_adapters(spec.adapter) if spec.adapter else {}),
         },
