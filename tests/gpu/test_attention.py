@@ -6,10 +6,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rltrain.models import attention
-from rltrain.training.megatron.attention import PackedAttention, packed_sequences
-from rltrain.training.megatron.context_parallel import attend_slices, sequences_of_share
+from rltrain.training.megatron.attention import PackedAttention, packed_sequences, tree_sequences
+from rltrain.training.megatron.context_parallel import sequences_of_share
 from rltrain.training.packed_attention import boundaries_of
-from rltrain.training.packing import ContextShare
+from rltrain.training.packing import ContextShare, pack
+from rltrain.training.prefix_tree import SortedSamples
+from rltrain.training.sliced_attention import attend_slices
+from tests.support.packed_experience import plain_experience
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +56,28 @@ def test_slices_of_context_parallelism_see_what_padded_ones_do(rank: int, monkey
     output = attend_slices(*inputs, sequences, None)
     monkeypatch.setattr(attention, "FLASH_DTYPES", ())
     torch.testing.assert_close(output, attend_slices(*inputs, sequences, None), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(attention.packed_kernel() is None, reason="this torch has no attention over packed rows")
+def test_runs_of_a_prefix_tree_see_what_padded_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward selects the keys of all runs again."""
+    common = torch.arange(200)
+    texts = [torch.cat([common[:shared], torch.arange(own) + 1000]) for shared, own in ((200, 90), (200, 5), (128, 40))]
+    samples = plain_experience([len(text) for text in texts], torch.cat(texts))
+    [batch] = pack(samples, 10_000, device=DEVICE, prefixes=SortedSamples.of(samples))
+    rows = tree_sequences(batch, DEVICE)
+    inputs = [
+        torch.randn(batch.num_rows, heads, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (16, 4, 4)
+    ]
+    output = attend_slices(*inputs, rows, None)
+    gradients = torch.autograd.grad(output.float().square().sum(), inputs)
+    monkeypatch.setattr(attention, "FLASH_DTYPES", ())
+    padded = attend_slices(*inputs, rows, None)
+    torch.testing.assert_close(output, padded, rtol=2e-2, atol=2e-2)
+    expected = torch.autograd.grad(padded.float().square().sum(), inputs)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=1e-1)
 
 
 @pytest.mark.skipif(attention.packed_kernel() is None, reason="this torch has no attention over packed rows")
