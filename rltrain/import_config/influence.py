@@ -250,6 +250,8 @@ def hole_of(key: str, value: Any, rules: KeyRules) -> str | None:
 
 TO_COMPLETE = "give its module and class"
 """Words in the origin of a name that the source does not have."""
+BY_ROW = "the data_source of a row"
+"""Origin of a reward that the source selects by row, and does not name."""
 
 
 def open_holes(out: Translation) -> None:
@@ -278,9 +280,10 @@ def open_holes(out: Translation) -> None:
 
 
 def _is_named(out: Translation, path: str) -> bool:
-    """Returns whether the source names a function of its own there. A name that the user has to complete is none."""
+    """Returns whether the source names a function of its own there, and the user need not complete the name."""
     origin = out.settings[path].origin if path in out.settings else ""
-    return any(sign in str(out.get(path)) for sign in (":", "/")) and TO_COMPLETE not in origin
+    is_selected = TO_COMPLETE in origin or BY_ROW in origin
+    return any(sign in str(out.get(path)) for sign in (":", "/")) and not is_selected
 
 
 def _replaced(out: Translation, path: str) -> list[Leftover]:

@@ -70,7 +70,7 @@ from rltrain.import_config.verl_sft import is_supervised, translate_sft
 HARMLESS = by_pattern("""
 no Ray: ray_kwargs.*
 logs only: global_profiler.* *.profiler.* trainer.logger trainer.log_val_generations trainer.rollout_data_dir
-    trainer.{controller_nsight_options,worker_nsight_options}.* actor_rollout_ref.actor.profile.*
+    trainer.controller_nsight_options.* trainer.worker_nsight_options.* actor_rollout_ref.actor.profile.*
     trainer.{stats_path,stats_save_freq} trainer.*wandb* trainer.*swanlab* trainer.*tensorboard* trainer.*log*_dir
     trainer.*log*_path trainer.*dump*_dir trainer.*dump*_path trainer.*save_path
     trainer.validation_data_dir trainer.project_name trainer.experiment_name

@@ -11,7 +11,7 @@ import yaml
 
 from rltrain.config.loader import PlainLoader
 from rltrain.errors import listed
-from rltrain.import_config.influence import defaults_of, equal
+from rltrain.import_config.influence import BY_ROW, REWARD, defaults_of, equal
 from rltrain.import_config.translation import (
     NOTHING,
     WITHOUT_COMPARISON,
@@ -103,17 +103,18 @@ def set_selected_reward(keys: SourceKeys, out: Translation) -> None:
         return
     function, more = keys.tree.selects, keys.tree.knows
     if more and function == SELECTING[-1]:
-        out.differs(FILES, keys.get(FILES), f"{more} of {MAIN} beside the script gives the reward; {ASKED}")
+        out.differs(FILES, keys.get(FILES), f"{more} of {MAIN} beside the script gives the reward; {ASKED}", REWARD)
         return
     if more == UNCALLABLE:
-        out.differs(FILES, keys.get(FILES), f"{function} of {SCORES} beside the script needs other arguments; {ASKED}")
+        told = f"{function} of {SCORES} beside the script needs other arguments; {ASKED}"
+        out.differs(FILES, keys.get(FILES), told, REWARD)
         return
     given = out.get("data.train.path")
     files = [str(one) for one in (given if isinstance(given, list) else [given])]
     kinds = {next((kind for kind, name in KINDS.items() if name.search(file)), "") for file in files}
     if more or not kinds <= {*KINDS}:
         name = f"verl.utils.reward_score:{function or SELECTING[0]}"
-        out.set("reward.function", name, f"{more or 'the data_source of a row'} selects it; needs the package verl")
+        out.set("reward.function", name, f"{more or BY_ROW} selects it; needs the package verl")
     elif "dapo" in kinds:
         if kinds != {"dapo"}:
             out.notes.append("reward.function: all rows have the reward of DAPO's, by the names of the files")

@@ -24,8 +24,8 @@ from rltrain.training.fsdp_model import ShardedModel, layout_of_model, local_sha
 from rltrain.training.fsdp_vision import shown_in
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch
-from rltrain.training.shards import replica_of
-from rltrain.training.trainable import Optimized, Outputs, Range, RoleModel, TrainedModel
+from rltrain.training.shards import Range, replica_of
+from rltrain.training.trainable import Optimized, Outputs, RoleModel, TrainedModel
 
 # Evaluation of a sharded model.
 

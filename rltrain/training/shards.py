@@ -1,6 +1,6 @@
 """Boxes of checkpoint tensors within a range of a parameter, and the pieces saved by a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -8,6 +8,15 @@ from rltrain.models.table import Array, IntArray
 from rltrain.reshard.layout import Layout, elements, fragments_of
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import RankList, model_group_lists
+
+Range = tuple[int, int]
+"""(start, stop) in a flattened parameter."""
+
+
+def limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray, IntArray]:
+    """Returns (starts, stops) per parameter. A parameter without a range gets an empty one."""
+    found = np.array([ranges.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def within(pieces: Array, starts: IntArray, stops: IntArray) -> Array:

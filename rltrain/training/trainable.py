@@ -18,7 +18,7 @@ from rltrain.checkpoint.saved_state import MASTER, Counts, Destination, SavedSta
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
-from rltrain.models.table import Array, IntArray
+from rltrain.models.table import Array
 from rltrain.offload.memory_parts import LateCopies, LateTensors, MemoryPart
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import MadeWeights
@@ -26,7 +26,7 @@ from rltrain.training.fake_quantization import rounded_weights
 from rltrain.training.logprobs import OBJECTIVES, PackedModel, likeliest_tokens, squared_probabilities
 from rltrain.training.optimizers import ADAM_STATES, MUON_STATES, learning_rate
 from rltrain.training.packing import MicroBatch
-from rltrain.training.shards import within
+from rltrain.training.shards import Range, limits, within
 
 # Models that return a log-prob per token, or a score per prefix of a sample.
 
@@ -276,9 +276,6 @@ def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
 MOMENTS = (*ADAM_STATES, *MUON_STATES)
 """Moments kept by optimizers per parameter: first AdamW's, then Muon's."""
 
-Range = tuple[int, int]
-"""(start, stop) in a flattened parameter."""
-
 
 @dataclass(frozen=True)
 class Optimized:
@@ -299,12 +296,6 @@ class Optimized:
     def range(self) -> Range:
         """The covered elements of the parameter."""
         return self.first, self.first + self.master.numel()
-
-
-def limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray, IntArray]:
-    """Returns (starts, stops) per parameter. A parameter without a range gets an empty one."""
-    found = np.array([ranges.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
 
 
 # A model with gradients and an optimizer.

@@ -67,6 +67,7 @@ RUNS = {
         "--rollout-num-gpus-per-engine 4 | --rollout-num-gpus-per-engine 1 --custom-rm-path a.b",
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-generate-function-path a.b",
         "--tensor-model-parallel-size 2 | --train-backend fsdp --kl-coef 0.1",
+        "--lora-rank 8",
         "--use-tis --custom-tis-function-path a.mis.compute_mis_weights_with_cp --custom-config-path mis.yaml",
     ),
     "verl": (
@@ -89,7 +90,8 @@ RUNS = {
         "trainer.total_training_steps=null trainer.total_epochs=1",
         "distillation.enabled=True distillation.nnodes=1 distillation.teacher_models.a.model_path=/t "
         f"{TEACHER}use_task_rewards=False {TEACHER}loss_mode=forward_kl_topk",
-        f"{A}ppo_micro_batch_size=8 data.val_batch_size=3",
+        f"{A}ppo_micro_batch_size=8 data.val_batch_size=3 {A}state_masking=False "
+        "actor_rollout_ref.agent.enable_agent=False",
     ),
     "skyrl": (
         SKYRL,

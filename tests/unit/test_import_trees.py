@@ -24,10 +24,11 @@ def default_compute_score(data_source, solution_str, ground_truth, extra_info=No
         return 2.0
     raise NotImplementedError
 """
+GSM8K_FILE = "data.train_files=/data/gsm8k.parquet"
 DAPO = "-m recipe.dapo.main_dapo algorithm.filter_groups.enable=True "
 
 
-def beside(folder: Path, more: str, **files: str) -> Translation:
+def beside(folder: Path, more: str, *, allow_holes: bool = False, **files: str) -> Translation:
     """Imports a script with a tree of verl in the folder above. `files` are the texts of its config and its rewards."""
     places = {"config": "trainer/config/ppo_trainer.yaml", "scores": "utils/reward_score/__init__.py"}
     for name, text in files.items():
@@ -37,7 +38,7 @@ def beside(folder: Path, more: str, **files: str) -> Translation:
     (folder / "scripts").mkdir(exist_ok=True)
     script = folder / "scripts" / "run.sh"
     script.write_text(VERL.replace("MODEL", "/models/m").replace("MORE", more).replace("\n", " "))
-    return imported("verl", [str(script)], rows=RowCounts(rows=6400))
+    return imported("verl", [str(script)], rows=RowCounts(rows=6400), allow_holes=allow_holes)
 
 
 def test_changed_defaults_count_where_the_script_is_silent(tmp_path: Path) -> None:
@@ -63,19 +64,32 @@ def test_a_key_of_a_changed_tree_is_harmless_only_at_its_default(tmp_path: Path)
 
 
 def test_the_tree_selects_the_reward_if_it_knows_more_than_verl(tmp_path: Path) -> None:
-    gsm8k = "data.train_files=/data/gsm8k.parquet"
     assert (
-        beside(tmp_path, gsm8k, scores=SCORES).get("reward.function") == "verl.utils.reward_score:default_compute_score"
+        beside(tmp_path, GSM8K_FILE, scores=SCORES).get("reward.function")
+        == "verl.utils.reward_score:default_compute_score"
     )
     usual = SCORES.replace('.startswith("countdown")', ' == "lighteval/MATH"')
-    assert beside(tmp_path, gsm8k, scores=usual).get("reward.function") == "math"
+    assert beside(tmp_path, GSM8K_FILE, scores=usual).get("reward.function") == "math"
     with pytest.raises(ConfigError, match="needs other arguments; set your function as reward.function"):
-        beside(tmp_path, gsm8k, scores=SCORES.replace("extra_info=None", "length"))
+        beside(tmp_path, GSM8K_FILE, scores=SCORES.replace("extra_info=None", "length"))
     main = (
         'def _select_rm_score_fn(data_source):\n    if data_source == "openai/gsm8k":\n        return a\n    return b\n'
     )
     with pytest.raises(ConfigError, match="every other data_source of verl/trainer/main_ppo.py"):
-        beside(tmp_path, gsm8k, main_ppo=main)
+        beside(tmp_path, GSM8K_FILE, main_ppo=main)
+
+
+def test_rewards_that_a_tree_keeps_to_itself_may_stay_open(tmp_path: Path) -> None:
+    found = beside(tmp_path, GSM8K_FILE, scores=SCORES.replace("extra_info=None", "length"), allow_holes=True)
+    assert found.data["reward"] == {"function": "???"}
+    assert [one.key for one in found.holes["reward.function"]] == ["data.train_files"]
+
+
+def test_the_reward_of_a_tree_is_kept_beside_an_open_environment(tmp_path: Path) -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn.enable=True"
+    own = beside(tmp_path, turns, scores=SCORES, allow_holes=True)
+    assert own.data["reward"] == {"function": "verl.utils.reward_score:default_compute_score"}
+    assert own.get("env.function") == "???"
 
 
 GSM8K, BOX = {"after": ["####"]}, {"last_number": False}

@@ -63,7 +63,7 @@ from rltrain.training.megatron.tower import IMAGES, ROPE_POSITIONS
 from rltrain.training.megatron.versions import data_parallel
 from rltrain.training.optimizers import ADAM_STATES
 from rltrain.training.packing import MicroBatch, of_all_tokens
-from rltrain.training.shards import answered_for, sharing_groups, within
+from rltrain.training.shards import Range, answered_for, limits, sharing_groups, within
 from rltrain.training.tower_pass import TowerPass
 from rltrain.training.trainable import (
     DIVISOR,
@@ -71,10 +71,8 @@ from rltrain.training.trainable import (
     Optimized,
     Outputs,
     Pending,
-    Range,
     RoleModel,
     TrainedModel,
-    limits,
 )
 
 # Messages between pipeline stages: hidden states to the next stage, gradients to the previous one.
