@@ -146,10 +146,23 @@ def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
     if batch.slices is not None:
         of_rows[~_holds_token(model, batch)] = NOT_RECORDED
     padding = shape.unknown(len(batch.padded_tokens) - len(of_rows))
-    of_rank = torch.cat([of_rows, padding])
-    if model.config.sequence_parallel:
-        of_rank = of_rank.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
+    of_rank = _of_rank(model, torch.cat([of_rows, padding]))
     return {layer: of_rank[:, place].to(model.device) for layer, place in _own_layers(model).items()}
+
+
+def _tokens_of_rows(model: LanguageModel, batch: MicroBatch) -> Tensor | None:
+    """Returns `Choices.tokens` of a micro-batch."""
+    if batch.tree is None:
+        return None
+    rows = batch.rows_of_all(model.share)
+    counts = rows[rows >= 0].bincount(minlength=len(batch.padded_tokens))
+    return _of_rank(model, counts)[:, None].to(model.device)
+
+
+def _of_rank(model: LanguageModel, of_rows: Tensor) -> Tensor:
+    """Selects the rows of this tensor-parallel rank."""
+    group = model.pg_collection.tp
+    return of_rows.chunk(group.size())[group.rank()] if model.config.sequence_parallel else of_rows
 
 
 def found_choices(model: LanguageModel, batch: MicroBatch, found: Mapping[int, Tensor]) -> Tensor:
@@ -293,7 +306,7 @@ def _described(
         vars(sequences)["routed_samples"] = routed_samples(batch, shares(batch.experience), model.share)
     given = given_choices(model, batch)
     if given or found is not None:
-        vars(sequences)["choices"] = Choices(given, found)
+        vars(sequences)["choices"] = Choices(given, found, _tokens_of_rows(model, batch))
     if batch.experience.has("rope_positions"):
         of_rows = batch.rows_of(batch.experience.rope_positions)
         padding = (0, 0, 0, len(batch.padded_tokens) - len(of_rows))

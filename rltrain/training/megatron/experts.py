@@ -45,6 +45,8 @@ class Choices:
 
     given: Mapping[int, Tensor]
     found: dict[int, Tensor] | None = None
+    tokens: Tensor | None = None
+    """The number of tokens of each row of this rank, [rows, 1], if samples share rows. None: 1."""
 
 
 class ReplayedChoice:
@@ -84,7 +86,8 @@ class ReplayedChoice:
             chosen = torch.where(is_given, given, own)
             if torch.is_grad_enabled():
                 differ = (given[:, :, None] != own[:, None]).all(-1) & is_given
-                self.counts += torch.stack([is_given.sum(), differ.sum()])
+                tokens = 1 if self.choices.tokens is None else self.choices.tokens
+                self.counts += torch.stack([(is_given * tokens).sum(), (differ * tokens).sum()])
         if self.choices.found is not None:
             self.choices.found[self.layer] = chosen
         return scores.gather(1, chosen), chosen
