@@ -79,9 +79,7 @@ class SortedSamples:
     @classmethod
     def of(cls, experience: Experience) -> "SortedSamples":
         """Sorts the samples of `experience` by the bytes of TOLD_APART_BY."""
-        columns = [
-            np.ascontiguousarray(_bytes_of(getattr(experience, name))) for name in TOLD_APART_BY if experience.has(name)
-        ]
+        columns = [_bytes_of(getattr(experience, name)) for name in TOLD_APART_BY if experience.has(name)]
         table = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
         lengths = experience.lengths.numpy()
         stops = lengths.cumsum()
@@ -198,7 +196,7 @@ class Run:
 
 def _bytes_of(column: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Returns the bytes of each token's entry, uint8 [tokens, bytes]."""
-    values = column.numpy()
+    values = np.ascontiguousarray(column.numpy())
     return values.reshape(len(values), -1).view(np.uint8)
 
 
