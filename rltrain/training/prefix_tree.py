@@ -102,13 +102,11 @@ class SortedSamples:
             shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
         return SortedSamples(self.lengths[list(samples)], number[self.order[places]], shared)
 
-    def tree(self, first: int = 0, stop: int | None = None) -> PrefixTree:
-        """Returns the tree of all samples, or of those at the places from `first` to `stop`. Rows refer to the tokens
-        of all samples."""
+    def tree(self) -> PrefixTree:
+        """Returns the tree of the samples."""
         offsets = torch.from_numpy(self.lengths.cumsum() - self.lengths)
-        runs = self.runs(first, len(self.order) if stop is None else stop)
+        runs = self.runs(0, len(self.order))
         starts = np.cumsum([0, *(run.length for run in runs)])
-        rows = int(starts[-1])
         row_of_token = torch.zeros(int(self.lengths.sum()), dtype=torch.int64)
         of_runs = torch.tensor([run.first for run in runs], dtype=torch.int64)
         sizes = torch.tensor([run.length for run in runs], dtype=torch.int64)
@@ -120,7 +118,6 @@ class SortedSamples:
         places = torch.from_numpy(starts[:-1])[run_of]
         row_of_token[ranges(begins, sizes[run_of])] = ranges(places, sizes[run_of])
         token_of_row = ranges(offsets[order[of_runs]] + depths, sizes)
-        assert len(token_of_row) == rows
         return PrefixTree(
             parents=tuple(run.parent for run in runs),
             starts=tuple(starts[:-1].tolist()),
@@ -205,8 +202,3 @@ def _equal_rows(one: IntArray, other: IntArray) -> int:
     count = min(len(one), len(other))
     differ = (one[:count] != other[:count]).any(axis=1)
     return int(differ.argmax()) if differ.any() else count
-
-
-def saved_share(samples: Sequence[PrefixTree], num_tokens: int) -> float:
-    """Returns the share of tokens that need no row of their own."""
-    return 1 - sum(tree.num_rows for tree in samples) / num_tokens if num_tokens else 0.0
