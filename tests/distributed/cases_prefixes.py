@@ -141,7 +141,7 @@ def results_of(
     model.share_prefixes = share_prefixes
     samples = of_replica(samples, model.grid)
     batches = model.micro_batches(samples, MAX_TOKENS)
-    found = {"rows": torch.tensor([batch.num_rows * model.share.size for batch in batches])}
+    found = {"rows": torch.tensor([batch.num_computed_tokens for batch in batches])}
     found["told"] = trained.evaluate(samples, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
     if model.architecture.head == "vocabulary":
         told = trained.distributions(samples, count=2, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)

@@ -226,9 +226,12 @@ def test_two_engines_that_select_groups_ahead_of_training_account_for_every_samp
 
 @pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
-    """The groups of a chunk depend on which of two engines finishes them first."""
+    """The groups of a chunk depend on which of two engines finishes them first. So do the contexts of an engine."""
     schedule = (APART, "schedule={mode: pipelined, chunks: 2}")
     (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], (*schedule, *ONE_MORE), ())
+    for record in (*whole.values(), *rest.values()):
+        for name in [name for name in record if name.startswith("rollout/context_")]:
+            del record[name]
     assert_close_in_the_next_step(rest, whole)
 
 
