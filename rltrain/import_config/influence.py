@@ -224,7 +224,7 @@ LEARNT = _words(
     "normalization normalize advantage advantages baseline estimator loss kl grad gradient optimizer entropy clip "
     "gamma lora mask masking weight weights coef coeff filter postprocess post partitions padding whiten ratio"
 )
-"""Words of keys that change what is learned, whatever else they name."""
+"""Words in names of keys that change what is learned."""
 OF_SIZES = _words(
     "n num size sizes batch length len tokens temperature top seed shuffle rate sample samples repeat max min k p "
     "epochs steps"
