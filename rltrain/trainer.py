@@ -34,11 +34,12 @@ from rltrain.offload.device_memory import device_memory
 from rltrain.offload.memory_parts import memory_saver
 from rltrain.offload.offload import CommunicatorPlan, Communicators, Offloader
 from rltrain.planning.doubts import doubts, doubts_about_models, doubts_about_variables
-from rltrain.planning.hardware import known_gpu
+from rltrain.planning.hardware import DEFAULT_GPU, GB, GPUS, known_gpu
 from rltrain.planning.memory import memory_checkpoint_bytes
+from rltrain.planning.options import roles_with_auto, sizes_of_micro_batches, with_keys
 from rltrain.planning.planned import plan_job
 from rltrain.planning.validation import check_config
-from rltrain.planning.validation_schedule import place_config
+from rltrain.planning.validation_schedule import PlacedConfig, place_config
 from rltrain.reshard import native
 from rltrain.roles.actor import ActorRole
 from rltrain.roles.checkpointing import Checkpointing, RunControl
@@ -430,6 +431,7 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     refuse_machines(config, world, checkpoint_paths(config))
     placed = place_config(config, world.size, world.ranks_per_node)
     placement, grids, architectures = placed.placement, placed.grids, placed.architectures
+    config = with_micro_batches(config, placed, job_store)
     native.backend(world.device.type)
     if world.rank == 0:
         of_models = doubts_about_models(config, architectures)
@@ -451,6 +453,28 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     known = config, world, placement, grids, groups, architectures, job_store, waiter, rows, stop.pause
     job = Job(*known, resumed, open_images(config, world))
     return job, order, RunControl(inputs, stop, memory), watchdog
+
+
+def with_micro_batches(config: Config, placed: PlacedConfig, job_store: JobStore) -> Config:
+    """Returns the config with numbers in place of micro_batch_tokens: auto, chosen by rank 0 for its GPU.
+
+    On a CPU nothing is replaced. Collective over: all ranks.
+    """
+    world = job_store.world
+    if world.device.type != "cuda" or not roles_with_auto(config, placed.grids):
+        return config
+    if world.rank == 0:
+        gpu = known_gpu(torch.cuda.get_device_name(world.device)) or GPUS[DEFAULT_GPU]
+        memory_gb = torch.cuda.get_device_properties(world.device).total_memory / GB
+        job = plan_job(config, placed.placement, placed.architectures, world.ranks_per_node)
+        chosen = sizes_of_micro_batches(job, gpu.model_copy(update={"memory_gb": memory_gb}))
+        logger.warning("%s", ", ".join(f"{key}: auto is {tokens}" for key, tokens in chosen.items()))
+        job_store.put(MICRO_BATCHES, chosen)
+    return with_keys(config, job_store.get(MICRO_BATCHES, waiting_for="the sizes of micro-batches from rank 0"))
+
+
+MICRO_BATCHES = "micro_batch_tokens"
+"""The key of the chosen sizes in the job's store."""
 
 
 def open_images(config: Config, world: World) -> ImageStore | None:

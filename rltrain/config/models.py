@@ -297,7 +297,25 @@ class Fsdp(Section):
     """Frees a layer's gathered weights after its forward. Backward then gathers them again."""
 
 
-class Trained(Section):
+DEFAULT_MICRO_BATCH_TOKENS = 16384
+
+
+class Batched(Section):
+    """Common keys of the roles whose model computes whole samples in micro-batches."""
+
+    micro_batch_tokens: Count | Literal["auto"] = DEFAULT_MICRO_BATCH_TOKENS
+    """Most tokens of a micro-batch per rank of context parallelism. A micro-batch thus has up to cp times as many. A
+    longer sequence forms a micro-batch alone. `auto`: as many as the GPU's memory allows by the dry run's estimate,
+    and the default on CPUs."""
+
+    @property
+    def micro_batch_limit(self) -> int:
+        """The number in `micro_batch_tokens`. For `auto` the default, which a job replaces before it starts."""
+        tokens = self.micro_batch_tokens
+        return DEFAULT_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
+
+
+class Trained(Batched):
     """Common keys of the roles with an optimizer."""
 
     backend: Backend | None = None
@@ -306,9 +324,6 @@ class Trained(Section):
     fsdp: Fsdp | None = None
     """Sharding with backend fsdp. `null`: the actor's."""
     optimizer: Optimizer = Optimizer()
-    micro_batch_tokens: Count = 16384
-    """Most tokens of a micro-batch per rank of context parallelism. A micro-batch thus has up to cp times as many. A
-    longer sequence forms a micro-batch alone."""
     distributed_optimizer: bool = True
     """Shards optimizer states over data-parallel ranks."""
     overlap: Literal["auto"] | bool = "auto"
@@ -352,7 +367,7 @@ class Critic(Trained):
     limit."""
 
 
-class Evaluating(Section):
+class Evaluating(Batched):
     """Common keys of the roles with a fixed model for evaluating samples."""
 
     backend: Backend | None = None
@@ -361,8 +376,6 @@ class Evaluating(Section):
     """Sharding with backend fsdp. `null`: the actor's."""
     parallel: Parallel | None = None
     """Parallel sizes. `null`: the actor's."""
-    micro_batch_tokens: Count = 16384
-    """Most tokens of a micro-batch, as actor.micro_batch_tokens."""
     share_prefixes: SharePrefixes | None = None
     """Same as actor.share_prefixes. `null`: the actor's."""
     offload: Offload = "auto"

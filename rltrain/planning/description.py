@@ -3,6 +3,7 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from rltrain.planning.options import (
     calibration_of,
     is_legal,
     proposals,
+    sizes_of_micro_batches,
+    with_keys,
     with_shipped_shapes,
 )
 from rltrain.planning.planned import PlannedJob, Workload
@@ -421,14 +424,18 @@ def describe(config: Config, options: DryRunOptions) -> str:
     placement, grids, architectures, order = placed.placement, placed.grids, placed.architectures, placed.order
     rows, images = describe_rows(config, model_limits(architectures))
     job: PlannedJob | None = None
+    sized: dict[str, int] = {}
     if architectures and algorithm_of(config).trains:
         job = PlannedJob(shaped, placement, grids, architectures, ranks_per_node, images)
+        sized = sizes_of_micro_batches(job, gpu_named(options.gpu))
+        job = replace(job, config=with_keys(shaped, sized))
     steady = steady_order(config, placement)
     guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
     sections = {
         **({"Models": not_there} if not_there else {}),
+        **({"Micro-batches": [f"{key}: auto is {tokens}" for key, tokens in sized.items()]} if sized else {}),
         f"Ranks: {world_size}, {ranks_per_node} per node": [*describe_ranks(placement, ranks_per_node), *of_ranks],
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],

@@ -3,9 +3,12 @@
 Models missing on this machine have shipped shapes."""
 
 import json
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +29,7 @@ from rltrain.planning.validation_models import check_against_architecture
 from rltrain.planning.validation_schedule import check_schedule
 from rltrain.runtime.placement import format_ranks, placement_of
 from rltrain.schedule.iterations import fullest_step
-from rltrain.tasks.roles import DECLARED, model_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, model_roles, model_tasks, trained_roles
 
 # Command-line options of a dry run.
 
@@ -113,7 +116,7 @@ def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object
         yield "model.vision.max_patches", max(vision.max_patches // 4, 1)
         yield "model.vision.recompute", True
     for role in model_roles():
-        tokens = getattr(config, role).micro_batch_tokens
+        tokens = getattr(config, role).micro_batch_limit
         yield from ((f"{role}.micro_batch_tokens", fewer) for fewer in (tokens // 2, tokens // 4))
     for role in (*trained_roles(), "rollout"):
         yield from _more_parallel(config, role)
@@ -140,6 +143,41 @@ def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, object]]:
             yield f"{role}.parallel.{name}", getattr(parallel, name) * factor
     if parallel.tp > 1 and role != "rollout" and not parallel.sequence_parallel:
         yield f"{role}.parallel.sequence_parallel", True
+
+
+# The largest micro-batches that fit, for roles with micro_batch_tokens: auto.
+
+STEP_OF_TOKENS = 1024
+ROOM = 0.9
+"""Share of the usable memory that micro-batches of that size may reach, because an estimate can be too low."""
+
+
+def sizes_of_micro_batches(job: PlannedJob, gpu: Gpu) -> dict[str, int]:
+    """Returns `micro_batch_tokens` by key for the roles that leave it to the job.
+
+    A number is the largest multiple of STEP_OF_TOKENS with which the estimates of the role's tasks leave room, and no
+    larger than all samples of a replica. It is STEP_OF_TOKENS if nothing fits.
+    """
+    found = {f"{role}.micro_batch_tokens": STEP_OF_TOKENS for role in roles_with_auto(job.config, job.grids)}
+    for key in found:
+        role = key.partition(".")[0]
+        most = ceil(job.samples_per_replica(role) * job.longest_tokens / job.grids[role].cp / STEP_OF_TOKENS)
+        fits = partial(_leaves_room, job, gpu, found, role)
+        found[key] = max(1, bisect_left(range(1, most + 1), True, key=lambda steps: not fits(steps))) * STEP_OF_TOKENS
+    return found
+
+
+def roles_with_auto(config: Config, placed: Collection[str]) -> list[str]:
+    """Returns the roles with micro_batch_tokens: auto."""
+    return [role for role in model_roles() if role in placed and getattr(config, role).micro_batch_tokens == "auto"]
+
+
+def _leaves_room(job: PlannedJob, gpu: Gpu, others: Mapping[str, int], role: str, steps: int) -> bool:
+    config = with_keys(job.config, {**others, f"{role}.micro_batch_tokens": steps * STEP_OF_TOKENS})
+    sized = plan_job(config, job.placement, job.architectures, job.ranks_per_node, job.measured)
+    of_role = {task for task, (computing, _) in model_tasks().items() if computing == role}
+    tasks = [task for memory in rank_memories(sized, gpu) for task in memory.tasks if task.task in of_role]
+    return all(task.total <= ROOM * gpu.usable_bytes for task in tasks)
 
 
 # The fastest placements and parallel sizes of a job, among those that fit.

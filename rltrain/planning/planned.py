@@ -35,7 +35,7 @@ def longest_response(config: Config) -> int:
     If the config has no limit, this is the room that the longest prompt (or pair of prompts) leaves in a micro-batch.
     """
     shape = RunShape.of(config)
-    at_once = config.actor.micro_batch_tokens // (2 if shape.from_pairs else 1)
+    at_once = config.actor.micro_batch_limit // (2 if shape.from_pairs else 1)
     return shape.longest_response or max(at_once - config.data.max_prompt_tokens, 1)
 
 
@@ -427,7 +427,7 @@ class PlannedJob:
 
     def micro_batch_limit(self, role: str) -> int:
         """Returns the role's `micro_batch_tokens`, summed over its context-parallel ranks."""
-        return int(getattr(self.config, role).micro_batch_tokens) * self.grids[role].cp
+        return int(getattr(self.config, role).micro_batch_limit) * self.grids[role].cp
 
     def micro_batch_rows(self, role: str) -> int:
         """Returns the most tokens of a micro-batch on one rank."""

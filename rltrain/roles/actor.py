@@ -354,7 +354,7 @@ class ActorRole(TrainedRole):
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Computes the log-probs of the sampled tokens before the first update. Collective over: this replica."""
-        scored, max_tokens = self.shipments["scored", step, chunk], self.config.actor.micro_batch_tokens
+        scored, max_tokens = self.shipments["scored", step, chunk], self.config.actor.micro_batch_limit
         if self.config.model.router_replay == "recompute":
             logprobs, routed = self.model.evaluate_routing(
                 scored.experience, max_tokens=max_tokens, temperature=self.temperature
@@ -619,5 +619,5 @@ class ActorRole(TrainedRole):
         Collective over: this replica.
         """
         return self.model.evaluate(
-            experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
+            experience, max_tokens=self.config.actor.micro_batch_limit, temperature=self.temperature
         )

@@ -19,7 +19,7 @@ class CriticRole(TrainedRole):
     def values(self, step: int, chunk: int) -> None:
         """Computes the value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        scores = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
+        scores = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_limit)
         evaluated = scored.with_fields(values=losses.before_tokens(scores, scored.experience.lengths))
         self.evaluated[step, chunk] = evaluated.experience
         self.shipments["values", step, chunk] = evaluated

@@ -44,7 +44,7 @@ class InferenceRole(Role):
         scored = self.shipments.pop(("scored", step, chunk))
         logprobs = self.model.evaluate(
             scored.experience,
-            max_tokens=self.config.inference.micro_batch_tokens,
+            max_tokens=self.config.inference.micro_batch_limit,
             temperature=self.temperature,
         )
         self.shipments["inference_logprobs", step, chunk] = scored.with_fields(actor_logprobs=logprobs)
@@ -93,7 +93,7 @@ class TeacherRole(Role):
             found = model.log_probs(
                 experience.select(torch.nonzero(mine).flatten()),
                 count=self.count,
-                max_tokens=self.settings.micro_batch_tokens,
+                max_tokens=self.settings.micro_batch_limit,
                 temperature=self.temperature,
             )
             for result, values in zip((logprobs, ids, top), found, strict=True):
@@ -269,7 +269,7 @@ class ReferenceRole(Role):
         logprobs, ids, of_ids = self.model.log_probs(
             samples.experience,
             count=self.job.architectures[self.name].vocab_size if self.config.loss.kl.estimator == "full" else 0,
-            max_tokens=self.config.reference.micro_batch_tokens,
+            max_tokens=self.config.reference.micro_batch_limit,
             temperature=self.temperature,
         )
         return samples.with_fields(reference_logprobs=logprobs, reference_top_ids=ids, reference_top_logprobs=of_ids)

@@ -294,5 +294,5 @@ class RewardModelRole(TellingRole):
             lengths=lengths,
             tokens=torch.tensor([token for ids in texts for token in ids], dtype=torch.int64),
         )
-        scores = self.model.evaluate(experience, max_tokens=self.settings.micro_batch_tokens)
+        scores = self.model.evaluate(experience, max_tokens=self.settings.micro_batch_limit)
         return [float(score) for score in scores[lengths.cumsum(0) - 1]]

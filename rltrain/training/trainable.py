@@ -413,7 +413,7 @@ class TrainedModel(RoleModel):
             self._pending = Pending()
         pending = self._pending
         pending.count(experience)
-        max_tokens = self.settings.micro_batch_tokens
+        max_tokens = self.settings.micro_batch_limit
         micro_batches = self.model.micro_batches(experience, max_tokens, may_share=self.may_share)
         pending.num_rows += sum(batch.num_computed_tokens for batch in micro_batches)
         with self._drawing(pending.num_parts):

@@ -230,6 +230,14 @@ def test_rows_with_long_responses_are_counted(tmp_path, what, told):
     assert said.startswith(f"data.train (rows): {told}")
 
 
+def test_automatic_micro_batches_are_told_as_numbers():
+    options, gpu = ["actor.micro_batch_tokens=auto"], DryRunOptions(4, 4)
+    text = describe_job(CONFIGS / "gsm8k_qwen3_0.6b.yaml", options, gpu)
+    (size,) = re.findall(r"actor\.micro_batch_tokens: auto is (\d+)", text)
+    assert int(size) > 16384 and int(size) % 1024 == 0
+    assert describe_job(CONFIGS / "gsm8k_qwen3_0.6b.yaml", [f"actor.micro_batch_tokens={size}"], gpu)
+
+
 def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}')
     with pytest.raises(DataError, match="rows.jsonl:1: the row has no key 'label'"):

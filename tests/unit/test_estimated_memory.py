@@ -30,7 +30,7 @@ from rltrain.planning.memory import (
     working_bytes,
 )
 from rltrain.planning.optimizer_memory import STAGING_BYTES, orthogonalizing_s
-from rltrain.planning.options import best_changes
+from rltrain.planning.options import STEP_OF_TOKENS, best_changes, sizes_of_micro_batches, with_keys
 from rltrain.planning.planned import PlannedJob, Workload, plan_job, served_bytes
 from rltrain.planning.task_time import TrainingTime
 from rltrain.planning.validation import check_config
@@ -606,3 +606,45 @@ def test_the_dry_run_counts_shards() -> None:
     assert working_bytes(on_host, "weight_sync", {"actor": 0})["merged"] == shard["weights"]
     found = [working_bytes(job, "update", {"actor": 0})["gathered weights"] for job in (one, shared)]
     assert found[0] == found[1] > working_bytes(shared, "reference_logprobs", {"reference": 0})["gathered weights"] > 0
+
+
+# Micro-batches as large as the memory allows.
+
+
+def auto_job(world_size=8, **sections):
+    config = {"actor": {"micro_batch_tokens": "auto", "parallel": {"tp": 2}}, "reference": {"micro_batch_tokens": "auto"}}
+    placement = {"actor, reference, rollout, reward": "all"}
+    return job_of(qwen3_8b(), placement, world_size, loss={"kl": {"coef": 0.1}}, **{**config, **sections})
+
+
+def peak_with(job, sizes, task):
+    sized = plan_job(with_keys(job.config, sizes), job.placement, job.architectures, job.ranks_per_node)
+    return max(found.total for memory in rank_memories(sized, H100) for found in memory.tasks if found.task == task)
+
+
+def test_automatic_micro_batches_fill_the_memory_but_for_some_room():
+    job = auto_job(batch={"prompts_per_step": 512, "samples_per_prompt": 16})
+    sizes = sizes_of_micro_batches(job, H100)
+    assert sizes.keys() == {"actor.micro_batch_tokens", "reference.micro_batch_tokens"}
+    tasks = {"actor.micro_batch_tokens": "update", "reference.micro_batch_tokens": "reference_logprobs"}
+    for key, task in tasks.items():
+        assert peak_with(job, sizes, task) <= 0.9 * H100.usable_bytes
+        assert peak_with(job, sizes | {key: sizes[key] + STEP_OF_TOKENS}, task) > 0.9 * H100.usable_bytes
+
+
+def test_automatic_micro_batches_are_no_larger_than_all_samples_of_a_replica():
+    sizes = sizes_of_micro_batches(auto_job(batch={"prompts_per_step": 4, "samples_per_prompt": 2}), H100)
+    longest = auto_job().longest_tokens
+    assert set(sizes.values()) == {math.ceil(2 * longest / STEP_OF_TOKENS) * STEP_OF_TOKENS}
+
+
+def test_automatic_micro_batches_are_smallest_where_nothing_fits():
+    tight = H100.model_copy(update={"memory_gb": 10.0})
+    assert set(sizes_of_micro_batches(auto_job(), tight).values()) == {STEP_OF_TOKENS}
+
+
+def test_only_roles_with_auto_get_another_size():
+    job = auto_job(actor={"micro_batch_tokens": 4096, "parallel": {"tp": 2}})
+    assert sizes_of_micro_batches(job, H100).keys() == {"reference.micro_batch_tokens"}
+    assert job.micro_batch_limit("actor") == 4096
+    assert job.micro_batch_limit("reference") == 16384, "the default until the job has chosen"
