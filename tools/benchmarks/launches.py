@@ -155,7 +155,7 @@ def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: 
     )
     chunk: Any = model.chunks[0]
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
+    wrapped = DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
     sequences = model.sequences(lengths)
     hidden = torch.empty(
         sum(lengths), 1, architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
@@ -168,7 +168,9 @@ def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: 
         )
         made.backward(torch.empty_like(made))
 
-    return count(step)
+    counts = count(step)
+    del wrapped  # its hooks, which accumulate gradients, end with it
+    return counts
 
 
 def fsdp_layers(architecture: Architecture, groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
