@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rltrain.config import schema
-from rltrain.models import Architecture, attention, read_architecture
+from rltrain.models import Architecture, attention, fused, read_architecture
 from rltrain.planning.options import SHIPPED
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
@@ -100,6 +100,8 @@ def as_on_a_gpu() -> Iterator[None]:
         for owner, name, value in (
             (torch.cuda, "current_device", lambda: META),
             (attention, "FLASH_DEVICE", META.type),
+            (attention, "fused_kernels", lambda device: fused),
+            (fused, "launch", _launch),
             (torch.nn.functional, "rms_norm", _rms_norm),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -130,6 +132,15 @@ _normed.register_autograd(
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
     normed: Tensor = torch.ops.launches.rms_norm(x, weight)
     return normed
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Notes a launch of a Triton kernel, which computes nothing here."""
+    name: str = kernel.__name__
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, CountingMode):
+            tensors = {(one.data_ptr(), id(one)): one for one in arguments if isinstance(one, Tensor)}
+            mode.counts.note(name.strip("_"), [*tensors.values()])
 
 
 def count(step: Callable[[], object]) -> Counts:
