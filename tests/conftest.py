@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from tests.forked.popen import SETTING, forks, start_zygote
 from tests.forked.zygote import RARE_COLLECTIONS
+from tests.support import triton_interpreter
+
+triton_interpreter.interpret()  # before any test imports Triton
 
 # Property tests have fewer examples than usual and no deadline. A shared machine would exceed one at random.
 settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
@@ -38,6 +41,12 @@ def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Starts the processes of tests marked `by_command_line` without forking."""
     if request.node.get_closest_marker("by_command_line"):
         monkeypatch.setenv(SETTING, "off")
+
+
+@pytest.fixture(autouse=True)
+def as_kernels_read_numbers() -> None:
+    """Mends Triton's interpreter for tests whose files import Triton."""
+    triton_interpreter.mend()
 
 
 @pytest.fixture(autouse=True)

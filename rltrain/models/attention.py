@@ -4,11 +4,13 @@ cuDNN's kernel is disabled. torch prefers it on Hopper and newer GPUs, but it bu
 takes tens of milliseconds on the host, and nearly every packed batch has a new shape.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,8 @@ FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
 """Head sizes of the flash kernels: a multiple of the first, at most the second."""
+FUSED_DEVICE = "cuda"
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @cache
@@ -43,6 +47,32 @@ def packed_kernel() -> Callable[..., object] | None:
     except ImportError:
         return None
     return _with_grouped_heads(varlen_attn)
+
+
+@cache
+def fused_kernels(device: torch.device) -> ModuleType | None:
+    """Returns the module `fused` if its kernels work on `device`, or None. Then layers use torch's operators.
+
+    A first kernel is compared with torch's operators, because Triton also needs a C compiler and a driver.
+    """
+    if device.type != FUSED_DEVICE:
+        return None
+    try:
+        from rltrain.models import fused
+
+        x = torch.linspace(-1, 1, 96, device=device).view(2, 48)
+        found, expected = fused.swiglu(x), F.silu(x[:, :24]) * x[:, 24:]
+        reason = "" if torch.allclose(found, expected, atol=1e-5) else "SwiGLU differs from torch's"
+    except Exception as refusal:  # any failure of a version, GPU, compiler or driver
+        reason = f"{type(refusal).__name__}: {refusal}".split("\n")[0]
+    if reason:
+        logging.getLogger(__name__).warning("layers use torch's operators, not fused Triton kernels: %s", reason)
+    return None if reason else fused
+
+
+def fused_kernels_for(x: Tensor) -> ModuleType | None:
+    """Returns `fused_kernels` of the tensor's device if the kernels take its type."""
+    return fused_kernels(x.device) if x.dtype in FUSED_DTYPES else None
 
 
 def _with_grouped_heads(kernel: Callable[..., object]) -> Callable[..., object] | None:

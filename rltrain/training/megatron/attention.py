@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rltrain.models import Architecture
-from rltrain.models.attention import halves_of_pairs, inverse_frequencies
+from rltrain.models.attention import fused_kernels_for, halves_of_pairs, inverse_frequencies
 from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.norms import ProjectionNorm, parameter_device
 from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fused
@@ -320,7 +320,7 @@ class OwnRotary(NamedTuple):
 
 
 class FusedSelfAttention(GroupedSelfAttention):
-    """Megatron's self-attention. On CPUs in full precision it runs few operations on all heads at once."""
+    """Megatron's self-attention. On CPUs in full precision, and with fused kernels, few operations take all heads."""
 
     def __init__(self, *arguments: Any, rotary: OwnRotary, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -342,13 +342,18 @@ class FusedSelfAttention(GroupedSelfAttention):
         whole_groups = self.config.num_query_groups >= self.world_size
         whole_sequences = self.config.context_parallel_size == 1
         takes_one_by_one = self.norms_projections or self.config.attention_output_gate
-        if not (takes_fused(hidden_states) and whole_groups and whole_sequences) or takes_one_by_one:
+        kernels = fused_kernels_for(hidden_states)
+        takes_all = takes_fused(hidden_states) or kernels is not None
+        if not (takes_all and whole_groups and whole_sequences) or takes_one_by_one:
             settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)
             return unfused
         projected, _ = self.linear_qkv(hidden_states)
-        heads = self._turned(projected, rotary_pos_emb, packed_seq_params)
-        projection: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(heads, packed_seq_params))
+        if kernels is not None:
+            attended = self._attended_by_kernels(kernels, projected, rotary_pos_emb, packed_seq_params)
+        else:
+            attended = self._attended(self._turned(projected, rotary_pos_emb, packed_seq_params), packed_seq_params)
+        projection: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return projection
 
     def get_query_key_value_tensors(self, *arguments: Any, **settings: Any) -> Any:
@@ -364,6 +369,31 @@ class FusedSelfAttention(GroupedSelfAttention):
                 for heads in (query, key)
             )
         return query, key, value, *gate
+
+    def _attended_by_kernels(
+        self, kernels: Any, projected: Tensor, angles: Tensor, packed: PackedSequences | TreeSequences
+    ) -> Tensor:
+        """Returns the attention output, [tokens, 1, queries * head_dim]. One kernel normalizes and rotates heads."""
+        head_dim, half = self.hidden_size_per_attention_head, angles.size(-1) // 2
+        heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
+
+        def rotation() -> tuple[Tensor, Tensor]:
+            of_half = angles[:, 0, 0, :half]
+            return of_half.cos() * self.rotary.magnitude, of_half.sin() * self.rotary.magnitude
+
+        turn = kernels.Turn(*packed.once(f"halves of rotation {self.rotary.base}", rotation), half, self.rotary.pairs)
+        if self.config.qk_layernorm:
+            norms = self.q_layernorm, self.k_layernorm
+            turn = turn._replace(norms=tuple(x.weight for x in norms), eps=norms[0].eps, offset=norms[0].offset)
+        rows = [one[:, None] for one in kernels.turned_groups(heads, turn)]
+
+        def attend(*rows: Tensor) -> Tensor:
+            attended: Tensor = self.core_attention(*rows, None, packed_seq_params=packed)
+            return attended
+
+        if self.checkpoint_core_attention and self.training:
+            return checkpoint(attend, False, *rows)
+        return attend(*rows)
 
     def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences | TreeSequences) -> Tensor:
         """Returns normalized and rotated heads, [tokens, groups, heads of a group, head_dim]."""

@@ -1,6 +1,5 @@
 """The modules of a model: layer specs of Megatron or Transformer Engine, heads, delta nets and residual streams."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -51,7 +50,14 @@ from rltrain.training.megatron.attention import (
 )
 from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
-from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, hidden_norm, parameter_device
+from rltrain.training.megatron.norms import (
+    Addition,
+    LatentNorm,
+    ProjectionNorm,
+    RMSNorm,
+    hidden_norm,
+    parameter_device,
+)
 from rltrain.training.megatron.platform import ColumnProduct, GatedActivation, RowProduct
 from rltrain.training.megatron.versions import dense_mlp
 from rltrain.training.packing import WholeSequences, back_from_heads, spread_over_heads
@@ -227,8 +233,6 @@ def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 #
 # Megatron's fp32_residual_connection makes the embedding fp32, but its first addition rounds the residual stream. These
 # additions keep it in fp32.
-
-Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def residual_addition(training: bool, fused: bool) -> Addition:

@@ -63,6 +63,7 @@ from rltrain.training.megatron.model_config import (
     transformer_config,
     uses_transformer_engine,
 )
+from rltrain.training.megatron.norms import norm_with_sums
 from rltrain.training.megatron.platform import adapt_to_platform, rows_multiple
 from rltrain.training.megatron.prediction import (
     PredictionLayer,
@@ -127,6 +128,7 @@ class ModelChunk(LanguageModule):
             pg_collection=collection,
             vp_stage=number,
         )
+        norm_with_sums(cast(Any, self.decoder).layers, cast(Any, self.decoder).final_layernorm)
         self._add_head(architecture, collection, options)
         self._add_prediction(architecture, chunk, collection, options, number)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)

@@ -1,6 +1,7 @@
 """Norms with Megatron's constructors: of the hidden state, of single heads, of all heads at once, of latents."""
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.models.attention import fused_kernels_for
 from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.platform import RmsNorm, takes_fused
+
+Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+"""Adds (outputs, a bias) of a module to the residual stream, with a dropout."""
 
 
 def parameter_device(config: TransformerConfig) -> str | int:
@@ -31,6 +36,8 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.prepared: tuple[Tensor, Tensor] | None = None
+        """A sum whose norm was computed with it, and this norm, until the next call."""
 
     def gain(self) -> Tensor:
         """Returns the factor of the norm: the weight itself, or 1 + weight in fp32."""
@@ -40,14 +47,64 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the norm in the weights' type, rounded once, even for wider `x`."""
+        assert self.eps is not None
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None and prepared[0] is x:
+            return prepared[1]
+        kernels = fused_kernels_for(x)
+        if kernels is not None:
+            by_kernel: Tensor = kernels.rms_norm(x, self.weight, self.eps, self.offset)
+            return by_kernel
         weight = self.gain()
         if not takes_fused(x):
             wide = x.to(torch.promote_types(x.dtype, weight.dtype))
             normed = torch.nn.functional.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps)
             return normed.to(self.weight.dtype)
-        assert self.eps is not None
         fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
         return fused.to(self.weight.dtype)
+
+
+class NormedSum:
+    """Replaces Megatron's addition to the residual stream: it computes the following norm in the same kernel.
+
+    The norm's module returns the result when it is called with the sum. Without such a kernel `plain` adds.
+    """
+
+    def __init__(self, plain: Callable[[bool, bool], Addition], norm: RMSNorm) -> None:
+        self.plain, self.norm = plain, norm
+
+    def __call__(self, training: bool, fused: bool) -> Addition:
+        """Returns the function for Megatron's layers. There is no dropout."""
+        plain = self.plain(training, fused)
+
+        def add(added: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = added
+            kernels = fused_kernels_for(residual)
+            if kernels is None or bias is not None:
+                return plain(added, residual, dropout)
+            assert self.norm.eps is not None
+            total, normed = kernels.added_norm(residual, x, self.norm.weight, self.norm.eps, self.norm.offset)
+            self.norm.prepared = total, normed
+            return cast(Tensor, total)
+
+        return add
+
+
+def norm_with_sums(layers: Iterable[Any], last: torch.nn.Module | None) -> None:
+    """Lets every layer compute sums of the residual stream together with the norm after them.
+
+    `last` is the norm after the last layer. A layer that is recomputed normalizes its input again, so there the sum
+    before is apart.
+    """
+    following: Any = last
+    for layer in reversed(list(layers)):
+        config = layer.config
+        is_separate = config.recompute_granularity == "full" or layer.recompute_input_layernorm
+        if type(following) is RMSNorm and not is_separate:
+            layer.mlp_bda = NormedSum(layer.mlp_bda, following)
+        if type(layer.pre_mlp_layernorm) is RMSNorm and not layer.recompute_pre_mlp_layernorm:
+            layer.self_attn_bda = NormedSum(layer.self_attn_bda, layer.pre_mlp_layernorm)
+        following = layer.input_layernorm
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -34,6 +34,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rltrain.models.attention import fused_kernels_for
+
 # Autograd functions with few passes over memory, for CPUs.
 #
 # On CPUs torch makes a pass, and in backward several, for each operation of a formula. Each function here computes a
@@ -108,8 +110,9 @@ class GatedActivation(torch.nn.Module):
         self.activate = partial(F.gelu, approximate="tanh") if activate is F.gelu else activate
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        if self.activate is F.silu and takes_fused(gate_up):
-            activated: Tensor = SwiGlu.apply(gate_up)
+        kernels = fused_kernels_for(gate_up)
+        if self.activate is F.silu and (kernels is not None or takes_fused(gate_up)):
+            activated: Tensor = SwiGlu.apply(gate_up) if kernels is None else kernels.swiglu(gate_up)
             return activated
         gate, up = gate_up.chunk(2, dim=-1)
         product: Tensor = self.activate(gate) * up

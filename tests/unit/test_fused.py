@@ -1,0 +1,209 @@
+"""Tests of the fused kernels of layers, in Triton's interpreter: values and gradients equal torch's in fp64."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rltrain.models import fused
+from rltrain.models.attention import halves_of_pairs
+from rltrain.models.fused import Turn
+from tests.support.triton_interpreter import compiled
+
+EPS = 1e-6
+KINDS = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 2**-7}}
+"""bf16: one rounding of a result, and sums over tokens of values that were rounded once."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def agrees(
+    fused_one: Callable[..., Sequence[Tensor]], plain: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> None:
+    """Compares results and gradients of all inputs with those of `plain` in fp64."""
+    own = [x.detach().clone().requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    found, expected = fused_one(*own), plain(*wide)
+    given_back = [normal(*one.shape, dtype=one.dtype, seed=7) for one in found]
+    torch.autograd.backward(list(found), given_back)
+    torch.autograd.backward(list(expected), [one.double() for one in given_back])
+    pairs = [*zip(found, expected, strict=True), *((x.grad, y.grad) for x, y in zip(own, wide, strict=True))]
+    for actual, exact in pairs:
+        assert actual is not None and exact is not None
+        scale = max(1.0, float(exact.abs().max()))
+        torch.testing.assert_close(actual.double() / scale, exact / scale, **TOLERANCE[actual.dtype])
+
+
+def plain_norm(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight + offset, EPS)
+
+
+@given(
+    rows=st.integers(1, 40), size=st.integers(1, 200), offset=st.sampled_from([0.0, 1.0]), kind=st.sampled_from(KINDS)
+)
+def test_norms(rows: int, size: int, offset: float, kind: torch.dtype) -> None:
+    inputs = normal(rows, 1, size, dtype=kind), normal(size, dtype=kind, seed=1)
+    agrees(
+        lambda x, weight: [fused.rms_norm(x, weight, EPS, offset)],
+        lambda x, weight: [plain_norm(x, weight, offset)],
+        inputs,
+    )
+
+
+@given(rows=st.integers(1, 40), size=st.integers(1, 200), kinds=st.sampled_from([*product(KINDS, KINDS)]))
+def test_norms_of_sums(rows: int, size: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """An fp32 residual stream takes products in half precision, and the norm is in the weights' type."""
+    of_residual, of_weights = kinds
+    inputs = normal(rows, 1, size, dtype=of_residual), normal(rows, 1, size, dtype=of_weights, seed=1)
+
+    def plain(x: Tensor, added: Tensor, weight: Tensor) -> list[Tensor]:
+        total = x + added
+        rounded = total.to(torch.promote_types(*kinds)).double()  # the norm is that of the rounded sum
+        total = total + (rounded - total).detach()
+        return [total, plain_norm(total, weight, 0.0)]
+
+    agrees(
+        lambda x, added, weight: fused.added_norm(x, added, weight, EPS),
+        plain,
+        [*inputs, normal(size, dtype=of_weights, seed=2)],
+    )
+
+
+def test_a_sum_can_be_used_without_its_norm() -> None:
+    x, added, weight = (normal(3, 8, seed=seed).requires_grad_() for seed in range(3))
+    weight = normal(8).requires_grad_()
+    total, _ = fused.added_norm(x, added, weight, EPS)
+    of_x, of_added = torch.autograd.grad(total.sum(), (x, added))
+    assert torch.equal(of_x, torch.ones_like(x)) and torch.equal(of_added, of_x)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1)
+    fused.rms_norm(x, weight, EPS).sum().backward()
+    expected = torch.autograd.grad(plain_norm(x, weight, 0.0).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+@given(rows=st.integers(1, 20), size=st.sampled_from([1, 96, 1024, 1500]), kind=st.sampled_from(KINDS))
+def test_gated_activations(rows: int, size: int, kind: torch.dtype) -> None:
+    gate, up = normal(rows, 1, size, dtype=kind), normal(rows, 1, size, dtype=kind, seed=1)
+    agrees(
+        lambda gate, up: [fused.gated_product(gate, up)],
+        lambda gate, up: [torch.nn.functional.silu(gate) * up],
+        [gate, up],
+    )
+
+    def plain(gate_up: Tensor) -> list[Tensor]:
+        gate, up = gate_up.chunk(2, -1)
+        return [torch.nn.functional.silu(gate) * up]
+
+    agrees(lambda gate_up: [fused.swiglu(gate_up)], plain, [torch.cat([gate, up], -1)])
+
+
+def plain_turn(heads: Tensor, weight: Tensor | None, turn: Turn) -> Tensor:
+    """Normalizes and rotates heads [tokens, heads, head_dim]."""
+    size = 2 * turn.half
+    heads = heads if weight is None else plain_norm(heads, weight, turn.offset)
+    heads = halves_of_pairs(heads, size) if turn.pairs else heads
+    first, second, rest = heads.split([turn.half, turn.half, heads.size(-1) - size], -1)
+    cos, sin = (x[:, None, : turn.half].double() for x in (turn.cos, turn.sin))
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def turn_of(num_tokens: int, half: int, *, pairs: bool, magnitude: float = 1.25) -> Turn:
+    angles = normal(num_tokens, half, seed=3) * 3
+    return Turn(angles.cos() * magnitude, angles.sin() * magnitude, half, pairs, None, EPS, 1.0)
+
+
+@given(
+    tokens=st.integers(1, 20),
+    shape=st.sampled_from([(1, 1), (2, 3), (3, 2), (8, 1)]),
+    head=st.sampled_from([(2, 1), (16, 8), (20, 6), (24, 12), (80, 20)]),
+    pairs=st.booleans(),
+    norms=st.booleans(),
+    kind=st.sampled_from(KINDS),
+)
+def test_rotation_of_groups(
+    tokens: int, shape: tuple[int, int], head: tuple[int, int], pairs: bool, norms: bool, kind: torch.dtype
+) -> None:
+    (groups, group), (head_dim, half) = shape, head
+    turn = turn_of(tokens, half, pairs=pairs)
+    heads = normal(tokens, groups, group + 2, head_dim, dtype=kind)
+    weights = [normal(head_dim, dtype=kind, seed=seed) for seed in (4, 5)] if norms else []
+
+    def turned(heads: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+        return fused.turned_groups(heads, turn._replace(norms=weights or None))  # type: ignore[arg-type]
+
+    def plain(heads: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+        of_queries, of_keys = weights or (None, None)
+        queries, keys = heads[:, :, :-2].flatten(1, 2), heads[:, :, -2]
+        return plain_turn(queries, of_queries, turn), plain_turn(keys, of_keys, turn), heads[:, :, -1]
+
+    agrees(turned, plain, [heads, *weights])
+
+
+@given(tokens=st.integers(1, 20), counts=st.sampled_from([(4, 4), (6, 2)]), kind=st.sampled_from(KINDS))
+def test_rotation_of_queries_and_keys(tokens: int, counts: tuple[int, int], kind: torch.dtype) -> None:
+    """Rows of transformers' angles hold both halves."""
+    turn = turn_of(tokens, 8, pairs=False)
+    turn = turn._replace(cos=turn.cos.repeat(1, 2), sin=turn.sin.repeat(1, 2))
+    agrees(
+        lambda queries, keys: fused.turned_pair(queries, keys, turn),
+        lambda queries, keys: (plain_turn(queries, None, turn), plain_turn(keys, None, turn)),
+        [normal(tokens, count, 16, dtype=kind) for count in counts],
+    )
+
+
+def test_no_tokens() -> None:
+    turn, heads = turn_of(0, 4, pairs=False), torch.empty(0, 2, 4, 8, requires_grad=True)
+    weight = normal(8).requires_grad_()
+    queries, _, _ = fused.turned_groups(heads, turn._replace(norms=(weight, weight)))
+    normed = fused.rms_norm(queries, weight, EPS)
+    (fused.swiglu(normed).sum() + normed.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros(8))
+
+
+def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, object]]]:
+    """Returns signatures and constants of all kernels for heads of 128 elements and rows of 4096."""
+    shapes = {
+        name: "i32" for name in ("size", "num_rows", "num_tokens", "num_queries", "num_keys", "num_first", "group")
+    }
+    numbers = shapes | {"eps": "fp32", "offset": "fp32", "num_parts": "i32"}
+    head = {"head_dim": 128, "half": 64, "is_pairs": False, "has_norm": True, "rows": 16}
+    head |= {"half_block": 64, "rest_block": 1}
+    constants: dict[str, dict[str, object]] = {
+        "_sum_parts": {"block": 128, "rows": 16},
+        "_norm_forward": {"has_added": True, "block": 4096},
+        "_norm_backward": {"has_of_total": True, "has_parts": True, "block": 4096},
+        "_gate_forward": {"block": 1024},
+        "_gate_backward": {"block": 1024},
+        "_turn_forward": head,
+        "_turn_backward": head | {"has_parts": True, "has_values": True, "head_block": 128},
+    }
+
+    def type_of(name: str) -> str:
+        if name.endswith(("stride", "_token", "_group", "_head")):
+            return "i32"
+        return numbers.get(name, "*fp32" if name in ("parts", "cos", "sin") else f"*{kind}")
+
+    return {
+        name: ({argument: type_of(argument) for argument in getattr(fused, name).arg_names}, own)
+        for name, own in constants.items()
+    }
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus() -> None:
+    """No kernel needs more registers than a thread can have."""
+    for kind in ("bf16", "fp32"):
+        for name, by_architecture in compiled("rltrain.models.fused", kernels_of_a_model(kind), num_warps=8).items():
+            for architecture, figures in by_architecture.items():
+                assert figures["spills"] == 0, (name, kind, architecture, figures)

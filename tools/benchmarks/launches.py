@@ -1,0 +1,299 @@
+"""Counts the launches of a decoder layer and the bytes they move, as on a GPU, on a machine without one.
+
+    python tools/benchmarks/launches.py [--model Qwen3-8B] [--tokens 8192] [--samples 16] [--output FILE]
+
+Layers run on torch's meta device in bf16, forward and backward, through the code of a training step. A dispatch mode
+counts their operators. A view launches nothing; every other operator launches one kernel, or as many as KERNELS tells.
+Bytes are those of the tensors that an operator takes and makes. The last column is the minimum: every input of a fused
+formula read once and every output written once. Counts are of one layer among others, so they are the difference of
+models with two layers and one. Gradients accumulate in fp32, as in training.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rltrain.config import schema
+from rltrain.models import Architecture, attention, fused, read_architecture
+from rltrain.planning.options import SHIPPED
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.placement import group_lists
+from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.fsdp_model import empty_model
+from rltrain.training.megatron import platform
+from rltrain.training.megatron.model import LanguageModel, build_model
+from rltrain.training.packed_attention import PackedRows, packed_rows
+
+META = torch.device("meta")
+GRID = Grid((0,), copies=1)
+FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"})
+"""Operators that launch nothing although they return no view."""
+KERNELS = {
+    "_varlen_attn_backward": 3,  # flash attention: rows' sums, the gradients, queries' gradients rounded
+    "rms_norm_backward": 2,  # the gradients of inputs and of the weight
+}
+"""Operators with more than one kernel."""
+
+
+@dataclass
+class Counts:
+    """Launches and bytes by operator."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, name: str, tensors: list[Tensor]) -> None:
+        self.launches[name] += KERNELS.get(name, 1)
+        self.num_bytes[name] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+    def minus(self, other: "Counts") -> "Counts":
+        names = self.launches.keys() | other.launches.keys()
+        return Counts(
+            Counter({name: self.launches[name] - other.launches[name] for name in names}),
+            Counter({name: self.num_bytes[name] - other.num_bytes[name] for name in names}),
+        )
+
+
+class CountingMode(TorchDispatchMode):
+    """Notes the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        if isinstance(made, Tensor | tuple | list) and not (func.is_view or name in FREE):
+            of_inputs, of_outputs = (
+                [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), made)
+            )
+            written = [one for one in of_outputs if all(one is not given for given in of_inputs)]
+            changed = of_inputs[:1] if name.endswith("_") and not name.startswith("_") else []
+            if name.rstrip("_") in ("zero", "fill", "copy", "normal"):  # these do not read what they write
+                of_inputs = of_inputs[1:]
+            self.counts.note(name, [*of_inputs, *written, *changed])
+        return made
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Builds models on the meta device and lets them choose a GPU's kernels."""
+    platform.adapt_to_platform()
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "current_device", lambda: META),
+            (attention, "FLASH_DEVICE", META.type),
+            (attention, "fused_kernels", lambda device: fused),
+            (fused, "launch", _launch),
+            (torch.nn.functional, "rms_norm", _rms_norm),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+# torch's RMS norm is one kernel on GPUs, and in backward two. On other devices it consists of other operators.
+
+
+@torch.library.custom_op("launches::rms_norm", mutates_args=())
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("launches::rms_norm_backward", mutates_args=())
+def _normed_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+_normed.register_fake(lambda x, weight: torch.empty_like(x))
+_normed_backward.register_fake(lambda gradient, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
+_normed.register_autograd(
+    lambda ctx, gradient: torch.ops.launches.rms_norm_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    normed: Tensor = torch.ops.launches.rms_norm(x, weight)
+    return normed
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Notes a launch of a Triton kernel, which computes nothing here."""
+    name: str = kernel.__name__
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, CountingMode):
+            tensors = {(one.data_ptr(), id(one)): one for one in arguments if isinstance(one, Tensor)}
+            mode.counts.note(name.strip("_"), [*tensors.values()])
+
+
+def count(step: Callable[[], object]) -> Counts:
+    """Returns the counts of `step`."""
+    with CountingMode() as mode:
+        step()
+    return mode.counts
+
+
+def lengths_of(arguments: argparse.Namespace) -> list[int]:
+    return [arguments.tokens // arguments.samples] * arguments.samples
+
+
+def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+    """Returns the counts of Megatron's local layers and of the norm after them."""
+    model: LanguageModel = build_model(
+        architecture,
+        GRID,
+        groups,
+        model=schema.Model(path="", dtype="bfloat16"),
+        parallel=schema.Parallel(),
+        device=META,
+    )
+    chunk: Any = model.chunks[0]
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
+    sequences = model.sequences(lengths)
+    hidden = torch.empty(
+        sum(lengths), 1, architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
+    )
+    angles = chunk._angles(hidden, sequences)
+
+    def step() -> None:
+        made = chunk.decoder(
+            hidden_states=hidden, attention_mask=None, packed_seq_params=sequences, rotary_pos_emb=angles
+        )
+        made.backward(torch.empty_like(made))
+
+    counts = count(step)
+    del wrapped  # its hooks, which accumulate gradients, end with it
+    return counts
+
+
+def fsdp_layers(architecture: Architecture, groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+    """Returns the counts of transformers' layers and of the norm after them. Shards are not gathered."""
+    decoder: Any = empty_model(folder, architecture, torch.bfloat16).language_model.model  # type: ignore[union-attr]
+    decoder.rotary_emb.to(META)
+    sequences: Any = packed_rows(lengths, META, PackedRows)
+    hidden = torch.empty(
+        1, sum(lengths), architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
+    )
+
+    def step() -> None:
+        made = decoder(
+            inputs_embeds=hidden, position_ids=sequences.positions[None], use_cache=False, rltrain_sequences=sequences
+        ).last_hidden_state
+        made.backward(torch.empty_like(made))
+
+    return count(step)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel of a layer in which every formula is fused: what it reads and writes, in elements per token and in
+    elements of weights."""
+
+    name: str
+    per_token: int
+    of_weights: int = 0
+    launches: int = 1
+
+
+def least(architecture: Architecture) -> list[Part]:
+    """Returns the kernels of a dense layer's forward and backward, if every formula is one kernel.
+
+    Weights' gradients are added to fp32 sums, which are read and written: four elements of bf16 for each.
+    """
+    hidden, inner = architecture.hidden_size, architecture.ffn_hidden_size
+    queries = architecture.num_heads * architecture.head_dim
+    fused = queries + 2 * architecture.num_kv_heads * architecture.head_dim
+    products = [(hidden, fused), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
+    weights = sum(rows * columns for rows, columns in products)
+    ends = sum(rows + columns for rows, columns in products)
+    return [
+        Part("norms with residual", 2 * 4 * hidden, 2 * hidden, 2),
+        Part("head norms and rotation", 2 * fused),
+        Part("attention", fused + queries),
+        Part("SwiGLU", 3 * inner),
+        Part("products", ends, weights, 4),
+        Part("norms, backward", 2 * 4 * hidden, 2 * 5 * hidden, 2),
+        Part("head norms and rotation, backward", 3 * fused),
+        Part("attention, backward", 2 * fused + 2 * queries, launches=KERNELS["_varlen_attn_backward"]),
+        Part("SwiGLU, backward", 5 * inner),
+        Part("products, backward", 2 * ends, weights + 4 * weights, 8),
+    ]
+
+
+def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dict[str, Any]:
+    """Prints a table and returns its sums."""
+    least_bytes = sum(2 * (part.per_token * num_tokens + part.of_weights) for part in parts)
+    sums = {
+        "launches": sum(counts.launches.values()),
+        "bytes": sum(counts.num_bytes.values()),
+        "least_launches": sum(part.launches for part in parts),
+        "least_bytes": least_bytes,
+    }
+    print(f"\n{name}: a layer, forward and backward, {num_tokens} tokens")
+    for operator, number in sorted(counts.launches.items(), key=lambda pair: -counts.num_bytes[pair[0]]):
+        if number:
+            print(f"  {operator:34s} {number:4d} launches {counts.num_bytes[operator] / 1e6:10.1f} MB")
+    print(f"  {'sum':34s} {sums['launches']:4d} launches {sums['bytes'] / 1e6:10.1f} MB")
+    print(f"  {'minimum':34s} {sums['least_launches']:4d} launches {least_bytes / 1e6:10.1f} MB")
+    return sums
+
+
+def measure(folder: Path, lengths: list[int]) -> dict[str, Counts]:
+    """Returns the counts of a layer by backend."""
+    groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
+    with as_on_a_gpu(), tempfile.TemporaryDirectory() as copies:
+        shortened = [shortened_copy(folder, Path(copies, str(number)), number) for number in (1, 2)]
+        found = {}
+        for name, layers in (("megatron", megatron_layers), ("fsdp", fsdp_layers)):
+            one, two = (layers(read_architecture(copy), groups, lengths, copy) for copy in shortened)
+            found[name] = two.minus(one)
+    return found
+
+
+def shortened_copy(folder: Path, copy: Path, num_layers: int) -> Path:
+    """Writes the config.json of a model with fewer layers."""
+    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    copy.mkdir()
+    (copy / "config.json").write_text(json.dumps(values))
+    return copy
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--model", default="Qwen3-8B", help="a model whose config.json is in rltrain/planning")
+    made.add_argument("--tokens", type=int, default=8192)
+    made.add_argument("--samples", type=int, default=16)
+    made.add_argument("--output", type=Path)
+    arguments = made.parse_args()
+    architecture, lengths = read_architecture(SHIPPED / arguments.model), lengths_of(arguments)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parts = least(architecture)
+    found = measure(SHIPPED / arguments.model, lengths)
+    result = {name: report(name, counts, parts, sum(lengths)) for name, counts in found.items()}
+    line = json.dumps({"benchmark": "launches", "model": arguments.model, "tokens": sum(lengths)} | result)
+    if arguments.output:
+        arguments.output.write_text(line + "\n")
+    print(line)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
