@@ -24,6 +24,7 @@ from rltrain.rollout.embedded.kv_cache import (
     StepStates,
     Suffix,
     SuffixAttention,
+    Written,
     rounded,
     unseen_bias,
     window_biases,
@@ -81,7 +82,17 @@ class BlockAttention:
         stored_keys.flatten(0, 1).index_copy_(0, self._written, keys)
         if not self._shape.latent:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
-        return self._attend(stored_keys, stored_values, queries, self._shape.window(layer), sinks)
+        return self.attend(layer, queries, sinks)
+
+    def written(self, layer: int) -> Written:
+        """Returns the places of the tokens (see DecodeAttention)."""
+        keys, values = self._layers[layer]
+        return Written(keys, values, self._written, keys.stride(1), keys.stride(2))
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attends to stored tokens (see DecodeAttention)."""
+        keys, values = self._layers[layer]
+        return self._attend(keys, values, queries, self._shape.window(layer), sinks)
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
         """Keeps the experts of the tokens (see DecodeAttention)."""

@@ -23,6 +23,7 @@ from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
+from rltrain.rollout.embedded.layers import choose_kernels
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices
 from rltrain.rollout.embedded.slot_cache import SlotCache
@@ -91,6 +92,7 @@ class EmbeddedEngine(Engine):
         self._tokenizer = tokenizer
         self._parameters, self._images = parameters, images
         self._tensor_parallel = TensorParallel(tp_group)
+        kernels, against_kernels = choose_kernels(self._device, dtype)
         self._model = EngineModel(
             architecture,
             parameters,
@@ -102,6 +104,7 @@ class EmbeddedEngine(Engine):
             residual_dtype=residual_dtype,
             head_dtype=head_dtype,
             record_routing=record_routing,
+            kernels=kernels,
         )
         self._cache_returns = cache_returns
         self.decodes_by = "one slot per sample"
@@ -112,6 +115,8 @@ class EmbeddedEngine(Engine):
             if record is not None and self._model.needs_host:
                 record = None
                 self.decodes_by += f"; steps are not recorded, because torch has no grouped product in {dtype}"
+        if against_kernels:
+            self.decodes_by += f"; layers without Triton kernels: {against_kernels}"
         draw, reason = choose_draw(self._device)
         if reason:
             self.decodes_by += f"; sampling without a Triton kernel: {reason}"

@@ -444,6 +444,19 @@ class SuffixAttention(PrefillAttention):
         raise NotImplementedError
 
 
+class Written(NamedTuple):
+    """Places for the keys and values of new tokens in a layer's memory.
+
+    Element 0 of head h of token t goes to `rows`[t] * `row_stride` + h * `head_stride`, counted in elements.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    row_stride: int
+    head_stride: int
+
+
 class DecodeAttention(Protocol):
     """Attention of one new token in each of the first slots. It stores the token and attends to its slot up to it."""
 
@@ -463,6 +476,14 @@ class DecodeAttention(Protocol):
         Queries have shape [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
         value_dim]. `sinks` [heads] is a further score of each head without a value.
         """
+        ...
+
+    def written(self, layer: int) -> Written:
+        """Returns where the tokens are stored. Whoever stores them there calls `attend`."""
+        ...
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attends after the tokens have been stored (see __call__)."""
         ...
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
