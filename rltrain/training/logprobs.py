@@ -40,8 +40,7 @@ CHUNK_ELEMENTS = 1 << 26
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Most logits of a tile, by type of device."""
 TILE_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
-"""Most rows of a tile, where columns are split."""
-LEAST_COLUMNS = 1 << 8
+"""Most rows of a tile that has not all columns. A fourth of them makes products with all columns fast enough."""
 ABSENT = -1e30  # maximum of a shard of padding columns alone; finite, so that 0 * (ABSENT - maximum) is 0
 
 
@@ -87,13 +86,12 @@ class Logits:
 
     def tiles(self, num_valid: int) -> tuple[list[slice], list[slice]]:
         """Returns slices of the rows, and of the first `num_valid` columns. A tile has a slice of each."""
-        kind = self.states.device.type
-        elements, rows = TILE_ELEMENTS[kind], max(1, min(len(self), TILE_ROWS[kind]))
-        columns = max(elements // rows, LEAST_COLUMNS)
-        if num_valid * LEAST_COLUMNS <= elements:
-            columns = max(num_valid, 1)
-        rows = max(1, min(rows, elements // columns))
-        return _slices(len(self), rows), _slices(num_valid, columns)
+        kind = "cpu" if self.states.device.type == "cpu" else "cuda"
+        elements, rows = TILE_ELEMENTS[kind], max(min(len(self), TILE_ROWS[kind]), 1)
+        rows_of_all_columns = max(elements // max(num_valid, 1), 1)
+        if rows_of_all_columns >= min(rows, TILE_ROWS[kind] // 4):
+            return _slices(len(self), rows_of_all_columns), _slices(num_valid, num_valid)
+        return _slices(len(self), rows), _slices(num_valid, max(elements // rows, 1))
 
     def valid_columns(self, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
         """Returns the token id of the first column, and the number of columns without padding."""
@@ -102,7 +100,7 @@ class Logits:
 
 
 def _slices(length: int, at_once: int) -> list[slice]:
-    return [slice(first, min(first + at_once, length)) for first in range(0, length, at_once)]
+    return [slice(first, min(first + at_once, length)) for first in range(0, length, max(at_once, 1))]
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,6 @@ def _small_tiles() -> Iterator[None]:
     with (
         patch.dict(logprobs.TILE_ELEMENTS, cpu=37 * 8),
         patch.dict(logprobs.TILE_ROWS, cpu=37),
-        patch.object(logprobs, "LEAST_COLUMNS", 8),
         patch.object(logprobs, "CHUNK_ELEMENTS", 0),
     ):
         yield

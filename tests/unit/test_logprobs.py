@@ -165,23 +165,21 @@ class Tiles:
 
     elements: int
     rows: int
-    least_columns: int
     kept: int
 
     def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(module.TILE_ELEMENTS, "cpu", self.elements)
         monkeypatch.setitem(module.TILE_ROWS, "cpu", self.rows)
-        monkeypatch.setattr(module, "LEAST_COLUMNS", self.least_columns)
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", self.kept)
 
 
 TILES = {
-    "one row": Tiles(elements=64, rows=1, least_columns=64, kept=0),
-    "rows": Tiles(elements=8 * 64, rows=100, least_columns=1, kept=0),
-    "columns": Tiles(elements=700, rows=100, least_columns=16, kept=0),
-    "rows and columns": Tiles(elements=120, rows=30, least_columns=4, kept=0),
-    "rows and columns, kept": Tiles(elements=120, rows=30, least_columns=4, kept=10_000),
-    "one": Tiles(elements=10_000, rows=100, least_columns=1, kept=0),
+    "one row": Tiles(elements=64, rows=1, kept=0),
+    "rows": Tiles(elements=8 * 64, rows=32, kept=0),
+    "columns": Tiles(elements=700, rows=100, kept=0),
+    "rows and columns": Tiles(elements=120, rows=30, kept=0),
+    "rows and columns, kept": Tiles(elements=120, rows=30, kept=10_000),
+    "one": Tiles(elements=10_000, rows=100, kept=0),
 }
 
 
