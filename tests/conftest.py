@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from tests.forked.popen import SETTING, forks, start_zygote
 from tests.forked.zygote import RARE_COLLECTIONS
+from tests.support import triton_interpreter
+
+triton_interpreter.interpret()  # before any test imports Triton
 
 # Property tests have fewer examples than usual and no deadline. A shared machine would exceed one at random.
 settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
