@@ -377,10 +377,9 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
             if checked.images is not None:
                 _show(_packed(checked.images, samples, device), model, sequences)
                 notes.watch_inputs(decoder)
-            logits = chunk(input_ids=tokens[None], position_ids=None, attention_mask=None, packed_seq_params=sequences)[
-                0
-            ]
-        notes.add(LOGITS, logits[:, : architecture.vocab_size])
+            given = {"position_ids": None, "attention_mask": None, "packed_seq_params": sequences}
+            logits = model.logits_of(chunk(input_ids=tokens[None], **given)[0])
+            notes.add(LOGITS, logits[:, : architecture.vocab_size])
         return notes.states(samples)
 
 
@@ -502,7 +501,7 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             sequences = model.sequences([len(sample) for sample in samples])
             given = {"input_ids": tokens[None], "position_ids": sequences.positions[None], SEQUENCES: sequences}
             with torch.no_grad():
-                notes.add(LOGITS, module(use_cache=False, **given))
+                notes.add(LOGITS, model.logits_of(module(use_cache=False, **given)[0])[:, :])
         else:
             from rltrain.training.fsdp_vision import shown_in
 
@@ -510,5 +509,5 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             batch = _packed(checked.images, samples, device)
             with torch.no_grad():
                 shown = shown_in(model.tower_pass([batch], trains=False), 0, batch, model.share)
-                notes.add(LOGITS, model.outputs(batch, shown))
+                notes.add(LOGITS, model.logits_of(model.outputs(batch, shown))[:, :])
     return notes.states(samples)

@@ -55,7 +55,6 @@ SLIME = (
     Pair("wandb-project", "logging.wandb.project"),
     Pair("wandb-group", "logging.wandb.name"),
     Pair("use-tensorboard", "logging.tensorboard"),
-    Pair("log-probs-chunk-size", "model.logits_chunk_tokens"),
     Pair("moe-aux-loss-coeff", "model.moe.aux_loss_coef"),
     Pair("moe-z-loss-coeff", "model.moe.z_loss_coef"),
     Pair("moe-router-bias-update-rate", "model.moe.bias_update_rate"),

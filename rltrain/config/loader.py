@@ -215,6 +215,7 @@ RENAMED = {
     "weight_sync.transport=golden": "full_gather",
 }
 REMOVED = {
+    "model.logits_chunk_tokens": "logits are always computed for some tokens and columns at a time",
     "data.min_prompt_tokens": "leave rows with short prompts out of the files",
     "reward.warn_flat_steps": "the warning comes after 5 such steps",
     "timeouts.report_s": "waits are reported every 30 s",

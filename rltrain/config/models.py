@@ -187,10 +187,6 @@ class Model(Section):
     activation_offload: bool = False
     """Keeps activations for backward on the host, except those of a stage's last layer. Copies overlap with the
     computation of neighbouring layers. With recompute full only the inputs of layers are copied."""
-    logits_chunk_tokens: Count | None = None
-    """Number of tokens with logits in memory at a time. Logits are then computed twice. This costs a third more
-    vocabulary products and saves the memory of a micro-batch's logits and their gradient. `null`: the logits of a whole
-    micro-batch, computed once."""
     cp_communication: Literal["auto", "all_to_all"] = "auto"
     """With context parallelism. `auto`: every rank receives the keys and values of all ranks, with Transformer Engine
     in a ring during attention, else by one all-gather. `all_to_all`: every rank has all tokens for some heads. It needs

@@ -105,7 +105,7 @@ def _short(value: Any) -> Any:
 # Settings of memory for an import too large for a GPU. They do not change any result.
 
 LEAST_TOKENS = 2048
-"""Fewest tokens of a micro-batch, and of logits at a time. Products still run at full speed."""
+"""Fewest tokens of a micro-batch. Products still run at full speed."""
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
 """Policy losses over a whole micro-batch."""
 MOST_CHANGES = 12
@@ -178,8 +178,6 @@ def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
 def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
     """Yields possible changes, from the lowest to the highest cost in speed."""
     sharded, placed = out.get("actor.backend") == "fsdp", out.placed.keys()
-    if not sharded and out.get("model.logits_chunk_tokens") is None:
-        yield {"model.logits_chunk_tokens": LEAST_TOKENS}
     yield from _smaller_engines(out, gpu)
     if out.get("loss.policy") not in BY_MICRO_BATCH:
         for role in sorted(placed & {*model_roles()}):

@@ -197,8 +197,6 @@ WEIGHTS = (
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """Names of torch's FSDP in verl and SkyRL."""
-WITH_LOGITS = 16384
-"""Tokens of a micro-batch if the source computes logits in chunks. This does not change what is learned."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -222,12 +220,6 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
         out.set("actor.fsdp.replicas", ranks // count(size), f"{section}fsdp_size {size} of {ranks} ranks")
     if own["reshard_after_forward"] not in NOTHING and not truth(own["reshard_after_forward"]):
         out.set("actor.fsdp.reshard_after_forward", False, section + "reshard_after_forward")
-    chunk = out.settings.pop("model.logits_chunk_tokens", None)
-    if chunk is not None:
-        out.leave(chunk.origin, chunk.value, "transformers computes the logits of a micro-batch at once: memory only")
-        if out.get("actor.micro_batch_tokens") > WITH_LOGITS:
-            origin = f"instead of {chunk.origin}: all logits of a micro-batch exist at once"
-            out.set("actor.micro_batch_tokens", WITH_LOGITS, origin)
 
 
 def _refused(out: Translation, name: str, slices: int) -> str | None:

@@ -474,9 +474,6 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     else:
         origin = f"{T}micro_train_batch_size_per_gpu {samples} x {longest} tokens"
         out.set("actor.micro_batch_tokens", samples * longest, origin)
-    chunk = keys.get(T + "logprobs_chunk_size", 1024)
-    if chunk not in NOTHING:
-        out.set("model.logits_chunk_tokens", count(chunk), T + "logprobs_chunk_size")
     evaluated = keys.count(T + "micro_forward_batch_size_per_gpu", 1) * longest
     origin = T + "micro_forward_batch_size_per_gpu"
     out.set(f"{_frozen(keys)}.micro_batch_tokens", tokens if tokens > 0 else evaluated, origin)

@@ -220,10 +220,10 @@ class Activations:
         return self._norm() + self._hidden(self.job.item_bytes)
 
     def _ends(self) -> int:
-        """Returns the bytes of the final norm. A frozen head keeps no input, unless it recomputes logits in chunks."""
+        """Returns the bytes of the final norm. A frozen head for values keeps no input."""
         if not self.has_head:
             return 0
-        is_kept = self.job.config.model.logits_chunk_tokens or not learns_adapters(self.job, self.role)
+        is_kept = self.architecture.head == "vocabulary" or not learns_adapters(self.job, self.role)
         return (self._normed() if is_kept else self._norm()) + self._prediction()
 
     def _prediction(self) -> int:

@@ -59,7 +59,7 @@ SGLANG_MEMORY_FRACTION = 0.85
 """Share of the device for weights, keys and values if rollout.sglang.args has no mem_fraction_static. SGLang's own
 choice depends on the device and is close to this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
-"""Number of logits converted to fp32 at a time."""
+"""Most logits at a time on a GPU, and most logits that backward does not recompute."""
 LOGPROB_COPIES = 2
 FIELD_BYTES = 80
 """Bytes of a token's fields on the device, of its row, and of its log-prob with a gradient."""
@@ -317,18 +317,25 @@ def _vision_of_engine(job: PlannedJob) -> VisionSettings | None:
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
-    """Returns the bytes of logits, their gradient, and fp32 copies of a chunk of them.
+    """Returns the bytes of a tile of logits, of its gradient and of fp32 copies of it.
 
-    If logits exist only in chunks, it includes the fp32 gradient of the vocabulary matrix.
+    In training it includes the fp32 gradient of the hidden states, and that of the vocabulary's weights.
     """
-    architecture, at_once = job.architectures[role], job.config.model.logits_chunk_tokens
+    architecture, grid = job.architectures[role], job.grids[role]
     if architecture.head == "value":
         return tokens * FP32 * (1 + trains)
-    columns = -(-architecture.vocab_size // job.grids[role].tp)
-    elements = min(tokens, at_once or tokens) * columns
-    chunk = min(elements, LOGPROB_CHUNK_ELEMENTS)
-    summed = columns * architecture.hidden_size * FP32 if at_once and trains else 0
-    return elements * job.logit_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES + summed
+    columns = -(-architecture.vocab_size // grid.tp)
+    tile = min(tokens * columns, LOGPROB_CHUNK_ELEMENTS)
+    # Sharded weights have a place for their whole gradient.
+    of_weights = 0 if grid.is_sharded or learns_adapters(job, role) else columns * job.item_bytes
+    summed = architecture.hidden_size * (of_weights + tokens * FP32) if trains else 0
+    return tile * (job.logit_bytes * (1 + trains) + FP32 * LOGPROB_COPIES) + summed
+
+
+def recomputes_logits(job: PlannedJob, role: str) -> bool:
+    """Returns whether backward computes the logits of a micro-batch again."""
+    columns = -(-job.architectures[role].vocab_size // job.grids[role].tp)
+    return job.micro_batch_rows(role) * columns > LOGPROB_CHUNK_ELEMENTS
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:

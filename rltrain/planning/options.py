@@ -65,8 +65,6 @@ def is_legal(job: PlannedJob) -> bool:
 # The changes of a config that save most memory. Each is estimated like the config itself.
 
 MOST = 3
-CHUNK_TOKENS = 2048
-"""Tokens whose logits may exist at a time. This is enough for products at full speed."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object
     yield "model.recompute", "full"
     if config.model.recomputed.granularity == "full":
         yield "model.activation_offload", True
-    yield "model.logits_chunk_tokens", CHUNK_TOKENS
     if vision := config.model.vision:
         yield "model.vision.max_patches", max(vision.max_patches // 4, 1)
         yield "model.vision.recompute", True

@@ -46,7 +46,6 @@ MODEL = {
     "activation_offload": "rltrain does not control the activations of transformers' layers",
     "residual_dtype": "transformers' layers add in model.dtype",
     "head_dtype": "transformers computes logits in model.dtype",
-    "logits_chunk_tokens": "transformers computes all logits of a micro-batch at once",
 }
 
 

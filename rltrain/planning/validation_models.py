@@ -46,12 +46,6 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
         yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has attention sinks"
     if architecture.delta is not None:
         yield from _delta_problems(key, grid, architecture)
-    bends_logits = architecture.head == "vocabulary" and architecture.logits_softcap is not None
-    if bends_logits and config.model.logits_chunk_tokens is not None:
-        yield (
-            f"model.logits_chunk_tokens: got {config.model.logits_chunk_tokens}; expected null: a model of "
-            f"{architecture.family} has a soft cap on its logits (final_logit_softcapping), which needs whole logits"
-        )
 
 
 def _delta_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

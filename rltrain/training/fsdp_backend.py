@@ -44,12 +44,19 @@ def run(model: ShardedModel, micro_batches: Sequence[MicroBatch], outputs: Outpu
             loss, of_batch = outputs(batch, found[: batch.num_rows])
             kept.append(of_batch)
         else:
-            loss = found[:0].sum()
+            loss = _of_nothing(model, found[:0])
         if backward:
             loss.backward()
     if images is not None:
         images.backward()
     return kept
+
+
+def _of_nothing(model: ShardedModel, outputs: Tensor) -> Tensor:
+    """Returns the loss of a micro-batch without samples. As in every pass, all parameters get a gradient."""
+    if model.architecture.head == "vocabulary":
+        outputs = model.logits_of(outputs)[:, :]
+    return outputs.sum()
 
 
 class ShardedEvaluableModel(RoleModel):

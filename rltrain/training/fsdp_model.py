@@ -277,14 +277,44 @@ class ValueModel(torch.nn.Module):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model with the logits as its only output."""
+    """A causal language model whose head is left to the loss.
 
-    def __init__(self, language_model: torch.nn.Module) -> None:
+    `softcap` is the model's cap of logits. If the model changes the head's products in another way, as by a factor, the
+    head computes whole logits. The first pass finds this out, and is then repeated.
+    """
+
+    def __init__(self, language_model: Any, softcap: float | None) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.language_model, self.softcap = language_model, softcap
+        head = language_model.get_output_embeddings()
+        self.defers_head = isinstance(head, torch.nn.Linear) and head.bias is None
+
+    @property
+    def head(self) -> torch.nn.Module:
+        head: torch.nn.Module = self.language_model.get_output_embeddings()
+        return head
 
     def forward(self, **arguments: Any) -> Tensor:
-        """Returns logits, [1, rows, vocabulary]."""
+        """Returns the head's inputs [1, rows, hidden], or logits [1, rows, vocabulary]."""
+        if not self.defers_head:
+            return self._logits(arguments)
+        head, given = self.head, list[Tensor]()
+
+        def pass_on(states: Tensor) -> Tensor:
+            given.append(states)
+            return states
+
+        head.forward = pass_on
+        try:
+            found = self._logits(arguments)
+        finally:
+            del head.forward
+        if self.softcap is not None or found is given[0]:
+            return given[0]
+        self.defers_head = False
+        return self._logits(arguments)
+
+    def _logits(self, arguments: dict[str, Any]) -> Tensor:
         logits: Tensor = self.language_model(**arguments).logits
         return logits
 
@@ -304,7 +334,8 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
             whole = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=ATTENTIONS)
             model = VisionPolicy(whole)
         else:
-            model = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
+            causal = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+            model = Policy(causal, architecture.logits_softcap)
     _train_padding_tokens(model)
     return model.eval()
 
@@ -503,7 +534,10 @@ class ShardedModel(PackedModel):
         return TowerPass(self.tower.tower, with_fields, self.tower.store, trains=trains, num_pieces=int(most))
 
     def outputs(self, batch: MicroBatch, shown: Shown | None = None) -> Tensor:
-        """Returns logits or values of this rank's rows with padding, [rows, ...]. Collective over: the role's ranks."""
+        """Returns inputs of the head, logits or values of this rank's rows with padding, [rows, ...].
+
+        Collective over: the role's ranks.
+        """
         sequences = self.sequences_of(batch)
         positions = sequences.positions[None]
         images = {} if self.tower is None else {"shown": shown}
@@ -517,7 +551,14 @@ class ShardedModel(PackedModel):
         return found[0]
 
     def logits_of(self, outputs: Tensor) -> Logits:
-        return Logits(outputs)
+        """Returns the outputs as logits. The head's weight is whole on each rank since the forward."""
+        policy = self.module
+        assert isinstance(policy, Policy | VisionPolicy), "the model has a vocabulary head"
+        if not policy.defers_head:
+            return Logits(outputs)
+        weight = policy.head.weight
+        assert isinstance(weight, Tensor)
+        return Logits(outputs, weight, softcap=policy.softcap)
 
     def give_up_gathered(self) -> None:
         """Frees whole weights left by a forward without backward. They are outdated once the shards change."""

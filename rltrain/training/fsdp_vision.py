@@ -38,7 +38,10 @@ class ShardedTower:
 
 
 class VisionPolicy(torch.nn.Module):
-    """A vision-language model without its tower. Its only output is the logits."""
+    """A vision-language model without its tower, whose head is left to the loss."""
+
+    defers_head = True
+    softcap: float | None = None
 
     def __init__(self, language_model: Any) -> None:
         """Takes transformers' model and removes its tower."""
@@ -46,13 +49,16 @@ class VisionPolicy(torch.nn.Module):
         language_model.model.visual = None
         self.language_model = language_model
 
+    @property
+    def head(self) -> torch.nn.Module:
+        head: torch.nn.Module = self.language_model.lm_head
+        return head
+
     def forward(self, **arguments: Any) -> Tensor:
-        """Returns logits, [1, rows, vocabulary]."""
+        """Returns the head's inputs, [1, rows, hidden]."""
         decoder = self.language_model.model.language_model
-        logits: Tensor = self.language_model.lm_head(
-            decoder(**inputs_with_images(decoder, **arguments)).last_hidden_state
-        )
-        return logits
+        states: Tensor = decoder(**inputs_with_images(decoder, **arguments)).last_hidden_state
+        return states
 
 
 def inputs_with_images(decoder: Any, *, shown: Shown | None = None, **arguments: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Log-probs and entropies from tensor-parallel logits, and the interface of a model for packed samples."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from rltrain.algorithms.kl import asked_tokens
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
+from rltrain.models.attention import soft_capped
 from rltrain.models.products import wide_product
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
@@ -30,10 +32,15 @@ from rltrain.training.packing import (
 
 # Log-probs and entropy from logits with columns split over a tensor-parallel group.
 #
-# The input is logits, or hidden states and the vocabulary's weights. In the second case logits are computed for some
-# rows at a time, in forward and again in backward. They are never held for all rows.
+# The input is hidden states and the vocabulary's weights. Logits are computed tile by tile: for some rows and some
+# columns, in forward and again in backward. They are never held for all rows and columns, unless they are few.
 
-CHUNK_ELEMENTS = 1 << 26  # most logits in fp32 working memory per pass
+CHUNK_ELEMENTS = 1 << 26
+"""Most logits kept from forward to backward, and in working memory where rows need all of their columns."""
+TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Most logits of a tile, by type of device."""
+TILE_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
+"""Most rows of a tile that has not all columns. A fourth of them makes products with all columns fast enough."""
 ABSENT = -1e30  # maximum of a shard of padding columns alone; finite, so that 0 * (ABSENT - maximum) is 0
 
 
@@ -42,40 +49,58 @@ class Logits:
     """This rank's columns of the padded vocabulary, for some rows."""
 
     states: Tensor
-    """Logits [rows, columns]. With `weight`, hidden states [rows, hidden], equal on all ranks of the tensor-parallel
-    group."""
+    """Hidden states [rows, hidden], equal on all ranks of the tensor-parallel group. Without `weight`, logits [rows,
+    columns]."""
     weight: Tensor | None = None
     """Weights of the vocabulary head, [columns, hidden], or None."""
-    rows_at_once: int | None = None
-    """Number of rows computed at a time from hidden states. None: all."""
     wide: bool = False
     """Whether logits are computed in fp32 from states and weights in half precision."""
+    softcap: float | None = None
+    """c in c * tanh(x / c), the logits for products x. None: the products are the logits."""
 
     def __len__(self) -> int:
         return len(self.states)
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Returns the logits of `rows`, [rows, columns]."""
-        states = self.states[rows]
-        if self.weight is None:
-            return states
-        return (wide_product if self.wide else torch.nn.functional.linear)(states, self.weight)
+    def __getitem__(self, place: tuple[slice, slice]) -> Tensor:
+        """Returns the logits of some rows and columns, [rows, columns]. Without `weight` they can be a view."""
+        rows, columns = place
+        found = self.states[rows, columns] if self.weight is None else self._products(rows, columns)
+        return found if self.softcap is None else soft_capped(found, self.softcap)
+
+    def scaled(self, place: tuple[slice, slice], scale: float) -> Tensor:
+        """Returns logits of some rows and columns times `scale`, fp32 in new memory."""
+        if self.weight is not None and self.softcap is None and self.weight.dtype == torch.float32:
+            rows, columns = place
+            unread = self.weight.new_empty(())
+            return torch.addmm(unread, self.states[rows], self.weight[columns].T, beta=0, alpha=scale)
+        found = self[place].to(torch.float32, copy=self.weight is None and self.softcap is None)
+        return found if scale == 1 else found.mul_(scale)
+
+    def _products(self, rows: slice, columns: slice) -> Tensor:
+        assert self.weight is not None
+        return (wide_product if self.wide else torch.nn.functional.linear)(self.states[rows], self.weight[columns])
 
     @property
     def num_columns(self) -> int:
         return self.states.size(1) if self.weight is None else len(self.weight)
 
-    def chunks(self) -> list[slice]:
-        """Returns the slices of rows to process together."""
-        rows = max(1, CHUNK_ELEMENTS // self.num_columns)
-        if self.weight is not None:
-            rows = min(rows, self.rows_at_once or rows)
-        return [slice(first, first + rows) for first in range(0, len(self), rows)]
+    def tiles(self, num_valid: int) -> tuple[list[slice], list[slice]]:
+        """Returns slices of the rows, and of the first `num_valid` columns. A tile has a slice of each."""
+        kind = "cpu" if self.states.device.type == "cpu" else "cuda"
+        elements, rows = TILE_ELEMENTS[kind], max(min(len(self), TILE_ROWS[kind]), 1)
+        rows_of_all_columns = max(elements // max(num_valid, 1), 1)
+        if rows_of_all_columns >= min(rows, TILE_ROWS[kind] // 4):
+            return _slices(len(self), rows_of_all_columns), _slices(num_valid, num_valid)
+        return _slices(len(self), rows), _slices(num_valid, max(elements // rows, 1))
 
     def valid_columns(self, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
         """Returns the token id of the first column, and the number of columns without padding."""
         first = group.rank() * self.num_columns
         return first, min(max(vocab_size - first, 0), self.num_columns)
+
+
+def _slices(length: int, at_once: int) -> list[slice]:
+    return [slice(first, min(first + at_once, length)) for first in range(0, length, max(at_once, 1))]
 
 
 @dataclass(frozen=True)
@@ -87,11 +112,74 @@ class LabelledRows:
     starts: Tensor
     """First label of each row, and the number of labels, on the host, [rows + 1]."""
 
-    def of(self, rows: slice) -> tuple[slice, Tensor]:
-        """Returns the labels of some rows, and the place of each label's row among these rows."""
-        first, last = self.starts[rows.start], self.starts[min(rows.stop, len(self.starts) - 1)]
-        labels = slice(int(first), int(last))
-        return labels, self.rows[labels] - rows.start
+
+@dataclass(frozen=True)
+class _Labels:
+    """The labels of all rows, sorted by rows."""
+
+    columns: Tensor
+    """The column of each label in this rank's shard, [labels]. Labels of other ranks are out of range."""
+    rows: Tensor
+    """The row of each label, [labels]."""
+    starts: Tensor
+    """First label of each row, and the number of labels, on the host, [rows + 1]."""
+    of_each_row: int | None
+    """Number of labels of each row, if all have equally many."""
+
+    @staticmethod
+    def of(columns: Tensor, labelled: LabelledRows | None, num_rows: int) -> "_Labels":
+        """Takes columns [rows] or [rows, n], or those of `labelled`, [labels] or [labels, n]."""
+        count = columns.size(1) if columns.dim() == 2 else 1
+        if labelled is None:
+            rows, starts = torch.arange(num_rows, device=columns.device), torch.arange(num_rows + 1)
+        else:
+            rows, starts = labelled.rows, labelled.starts
+        rows = rows[:, None].expand(-1, count).flatten()
+        return _Labels(columns.flatten(), rows, starts * count, count if labelled is None else None)
+
+    def sums(self, of_labels: Tensor, num_rows: int) -> Tensor:
+        """Returns the sum over the labels of each row, [rows]."""
+        if self.of_each_row is not None:
+            return of_labels.view(num_rows, self.of_each_row).sum(1)
+        return of_labels.new_zeros(num_rows).index_put_((self.rows,), of_labels, accumulate=True)
+
+    def by_tile(self, rows: list[slice], columns: list[slice]) -> "Callable[[slice, slice], _LabelsOfTile]":
+        """Returns a function that finds the labels of a tile."""
+        if len(columns) == 1:  # labels are sorted by tiles, but for those of other ranks
+            return self._of_all_columns
+        width, num_blocks = columns[0].stop - columns[0].start, len(columns)
+        of_rows = self.rows // (rows[0].stop - rows[0].start)
+        is_here = (self.columns >= 0) & (self.columns < columns[-1].stop)
+        tiles = torch.where(is_here, of_rows * num_blocks + self.columns // width, len(rows) * num_blocks)
+        order = tiles.argsort(stable=True)
+        parts = order.split(tiles.bincount(minlength=len(rows) * num_blocks + 1).tolist())
+        height = rows[0].stop - rows[0].start
+
+        def found(of: slice, columns: slice) -> _LabelsOfTile:
+            chosen = parts[of.start // height * num_blocks + columns.start // width]
+            places = (self.rows[chosen] - of.start) * (columns.stop - columns.start)
+            return _LabelsOfTile(chosen, places + self.columns[chosen] - columns.start, None)
+
+        return found
+
+    def _of_all_columns(self, rows: slice, columns: slice) -> "_LabelsOfTile":
+        chosen = slice(int(self.starts[rows.start]), int(self.starts[rows.stop]))
+        own, width = self.columns[chosen], columns.stop
+        places = (self.rows[chosen] - rows.start) * width + own.clamp(0, width - 1)
+        return _LabelsOfTile(chosen, places, (own >= 0) & (own < width))
+
+
+@dataclass(frozen=True)
+class _LabelsOfTile:
+    chosen: slice | Tensor
+    """The labels with rows of the tile, and at least those with its columns, [labels]."""
+    places: Tensor
+    """The element of the flat tile for each of them."""
+    is_here: Tensor | None
+    """Whether the tile has the label's column. None: all."""
+
+    def masked(self, of_labels: Tensor) -> Tensor:
+        return of_labels if self.is_here is None else of_labels * self.is_here
 
 
 def vocab_parallel_logprobs(
@@ -117,11 +205,10 @@ def vocab_parallel_logprobs(
     if not temperature > 0:
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
     first, num_valid = logits.valid_columns(vocab_size, group)
-    local = labels - first if labels.dim() == 2 else (labels - first)[:, None]
-    how = (logits.rows_at_once, logits.wide, labelled)
-    logprobs, entropy = _VocabParallelLogprobs.apply(
-        logits.states, logits.weight, how, local, num_valid, 1.0 / temperature, group
-    )
+    flat = _Labels.of(labels - first, labelled, len(logits))
+    is_kept = torch.is_grad_enabled() and logits.weight is not None and len(logits) * num_valid <= CHUNK_ELEMENTS
+    how = logits.wide, logits.softcap, num_valid, 1.0 / temperature, is_kept
+    logprobs, entropy = _VocabParallelLogprobs.apply(logits.states, logits.weight, how, flat, group)
     return logprobs.view(labels.shape), entropy
 
 
@@ -136,17 +223,20 @@ def vocab_parallel_top(
     """
     first, num_valid = logits.valid_columns(vocab_size, group)
     device = logits.states.device
-    no_labels = torch.empty(len(logits), 0, dtype=torch.int64, device=device)
-    statistics = _statistics(logits, no_labels, None, num_valid, 1.0 / temperature, group)
-    maximum, exp_sum = statistics.maximum, statistics.exp_sum
     values = torch.full((len(logits), count), ABSENT, dtype=torch.float32, device=device)
     ids = torch.zeros(len(logits), count, dtype=torch.int64, device=device)
-    for rows in logits.chunks():
-        found = (logits[rows][:, :num_valid].float() / temperature).topk(min(count, num_valid), dim=1)
+    own = torch.zeros(2, len(logits), dtype=torch.float32, device=device)
+    own[0] = ABSENT
+    for rows, scaled in _whole_rows(logits, num_valid, 1.0 / temperature):
+        found = scaled.topk(min(count, num_valid), dim=1)
         values[rows, : found.values.size(1)], ids[rows, : found.values.size(1)] = found.values, found.indices + first
+        own[0, rows] = found.values[:, 0]
+        own[1, rows] = scaled.sub_(found.values[:, :1]).exp_().sum(1)
+    maxima, exp_sums = _gather(own, group).unbind(1)
+    log_normalizer = maxima.amax(0) + ((maxima - maxima.amax(0)).exp() * exp_sums).sum(0).log()
     of_all, their_ids = (_gather(local, group).transpose(0, 1).flatten(1) for local in (values, ids))
     best = of_all.topk(count, dim=1)
-    return their_ids.gather(1, best.indices), best.values - (maximum + exp_sum.log())[:, None]
+    return their_ids.gather(1, best.indices), best.values - log_normalizer[:, None]
 
 
 @torch.no_grad()
@@ -160,77 +250,75 @@ def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: floa
     _, num_valid = logits.valid_columns(vocab_size, group)
     own = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.states.device)
     own[0] = ABSENT
-    for rows in logits.chunks() if num_valid else ():
-        scaled = logits[rows][:, :num_valid].float() / temperature
+    for rows, scaled in _whole_rows(logits, num_valid, 1.0 / temperature):
         own[0, rows] = scaled.amax(1)
-        exponentials = (scaled - own[0, rows, None]).exp()
-        own[1, rows], own[2, rows] = exponentials.sum(1), exponentials.square().sum(1)
+        exponentials = scaled.sub_(own[0, rows, None]).exp_()
+        own[1, rows], own[2, rows] = exponentials.sum(1), exponentials.square_().sum(1)
     maxima, exp_sums, square_sums = _gather(own, group).unbind(1)
     weight = (maxima - maxima.amax(0)).exp()
     squares: Tensor = (weight.square() * square_sums).sum(0) / (weight * exp_sums).sum(0).square()
     return squares
 
 
+def _whole_rows(logits: Logits, num_valid: int, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yields rows and their scaled logits of all columns, some rows at a time."""
+    if num_valid:
+        for rows in _slices(len(logits), max(1, CHUNK_ELEMENTS // num_valid)):
+            yield rows, logits.scaled((rows, slice(0, num_valid)), scale)
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the inputs of the logits without a copy, the labels and two numbers per row. Backward recomputes the
-    rest."""
+    """Saves the inputs of the logits without a copy, the labels and two numbers per row. Backward recomputes the rest,
+    but for few logits."""
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor | None,
-        how: tuple[int | None, bool, LabelledRows | None],
-        labels: Tensor,
-        num_valid: int,
-        scale: float,
+        how: tuple[bool, float | None, int, float, bool],
+        labels: _Labels,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        rows_at_once, wide, labelled = how
-        logits = Logits(states, weight, rows_at_once, wide)
-        found = _statistics(logits, labels, labelled, num_valid, scale, group)
+        wide, softcap, num_valid, scale, is_kept = how
+        ctx.kept = dict[tuple[int, int], Tensor]() if is_kept and any(ctx.needs_input_grad) else None
+        found = _statistics(Logits(states, weight, wide, softcap), labels, num_valid, scale, group, ctx.kept)
         log_normalizer = found.maximum + found.exp_sum.log()
         entropy = log_normalizer - found.maximum - found.weighted_sum / found.exp_sum
-        ctx.save_for_backward(states, weight, labels, log_normalizer, entropy)
-        ctx.how, ctx.num_valid, ctx.scale = how, num_valid, scale
-        of_labels = log_normalizer if labelled is None else log_normalizer[labelled.rows]
-        return found.targets - of_labels[:, None], entropy
+        ctx.save_for_backward(states, weight, labels.columns, labels.rows, log_normalizer, entropy)
+        ctx.how, ctx.of_labels = how, (labels.starts, labels.of_each_row)
+        ctx.set_materialize_grads(False)
+        return found.targets - log_normalizer[labels.rows], entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = gradients
-        states, weight, labels, log_normalizer, entropy = ctx.saved_tensors
-        num_valid, scale = ctx.num_valid, ctx.scale
-        rows_at_once, wide, labelled = ctx.how
-        logits = Logits(states, weight, rows_at_once, wide)
-        is_overwritten = num_valid and (weight is not None or num_valid == logits.num_columns)
-        grad = torch.empty_like(states) if is_overwritten else torch.zeros_like(states)
-        weight_grad = torch.zeros(() if weight is None else weight.shape, dtype=torch.float32, device=states.device)
-        for rows in logits.chunks() if num_valid else ():
-            logprobs = logits[rows][:, :num_valid].to(torch.float32, copy=True)
-            logprobs.mul_(scale).sub_(log_normalizer[rows, None])
-            own, places = (rows, None) if labelled is None else labelled.of(rows)
-            given = grad_logprobs[own]
-            of_labels = given.sum(1, keepdim=True)
-            if places is not None:
-                of_labels = torch.zeros_like(log_normalizer[rows, None]).index_put(
-                    (places,), of_labels, accumulate=True
-                )
-            # d entropy / d logit = -p (log p + entropy);  d logprob / d logit = [label] - p
-            factor = torch.addcmul(of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None])
-            values = logprobs.exp_().mul_(factor).mul_(-scale)
-            index, local = _local_labels(labels[own], num_valid)
-            if places is None:
-                values.scatter_add_(1, index, given * local * scale)
-            else:  # unlike scatter_add_, it adds several labels of a row in a fixed order
-                values.index_put_((places[:, None], index), given * local * scale, accumulate=True)
-            of_logits = values.to(grad.dtype)
-            if weight is None:
-                grad[rows, :num_valid] = of_logits
-            else:
-                grad[rows] = of_logits @ weight[:num_valid]
-                weight_grad[:num_valid] += of_logits.T @ states[rows]
-        return grad, None if weight is None else weight_grad.to(weight.dtype), *[None] * 5
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropy = gradients
+        states, weight, columns, rows, log_normalizer, entropy = ctx.saved_tensors
+        wide, softcap, num_valid, scale, _ = ctx.how
+        logits, labels = Logits(states, weight, wide, softcap), _Labels(columns, rows, *ctx.of_labels)
+        of_labels = (torch.zeros_like(columns, dtype=torch.float32) if of_logprobs is None else of_logprobs) * scale
+        # d logprob / d logit = [label] - p;  d entropy / d logit = -p (log p + entropy)
+        factor = labels.sums(of_labels, len(logits)).neg_()
+        if of_entropy is not None:
+            of_entropy = of_entropy * -scale
+            factor.addcmul_(of_entropy, entropy)
+        given = _Given(log_normalizer, factor, of_entropy, of_labels)
+        kept, ctx.kept = ctx.kept or {}, None
+        if weight is None:
+            return _gradient_of_logits(logits, labels, given, num_valid, scale), *[None] * 4
+        found = _gradients_of_inputs(logits, labels, given, num_valid, scale, kept, ctx.needs_input_grad)
+        return *found, *[None] * 3
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The terms of the gradients of logits. With log-probs l of all columns they are e^l (factor + of_entropy l), plus
+    of_labels at each label."""
+
+    log_normalizer: Tensor
+    factor: Tensor
+    of_entropy: Tensor | None
+    of_labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -242,39 +330,58 @@ class _Statistics:
     weighted_sum: Tensor
     targets: Tensor
 
+    def add(self, rows: slice, maximum: Tensor, exp_sum: Tensor, weighted_sum: Tensor, *, is_first: bool) -> None:
+        """Adds the statistics of some rows over further columns, or over the first ones."""
+        if is_first:
+            self.maximum[rows], self.exp_sum[rows], self.weighted_sum[rows] = maximum, exp_sum, weighted_sum
+            return
+        before, sums, weighted_sums = (whole[rows] for whole in (self.maximum, self.exp_sum, self.weighted_sum))
+        highest = torch.maximum(before, maximum)
+        shifts = before - highest, maximum - highest
+        shares = shifts[0].exp(), shifts[1].exp()
+        self.weighted_sum[rows] = shares[0] * (weighted_sums + shifts[0] * sums) + shares[1] * (
+            weighted_sum + shifts[1] * exp_sum
+        )
+        self.exp_sum[rows] = shares[0] * sums + shares[1] * exp_sum
+        self.maximum[rows] = highest
+
 
 def _statistics(
     logits: Logits,
-    labels: Tensor,
-    labelled: LabelledRows | None,
+    labels: _Labels,
     num_valid: int,
     scale: float,
     group: dist.ProcessGroup,
+    kept: dict[tuple[int, int], Tensor] | None,
 ) -> _Statistics:
-    """Returns the statistics of the columns of all ranks. `labels` [labels, n] of other ranks are out of range.
+    """Returns the statistics of the columns of all ranks. Tiles of scaled logits are left in `kept`.
 
     Collective over: the tensor-parallel group (one all-gather).
     """
     device = logits.states.device
     of_rows = torch.zeros(3, len(logits), dtype=torch.float32, device=device)
-    targets = torch.zeros(labels.shape, dtype=torch.float32, device=device)
-    if num_valid == 0:
-        of_rows[0] = ABSENT
-    for rows in logits.chunks() if num_valid else ():
-        scaled = logits[rows][:, :num_valid].to(torch.float32, copy=True).mul_(scale)
-        own, places = (rows, None) if labelled is None else labelled.of(rows)
-        index, local = _local_labels(labels[own], num_valid)
-        found = scaled.gather(1, index) if places is None else scaled[places[:, None], index]
-        targets[own] = found * local
+    of_rows[0] = ABSENT
+    targets = torch.zeros(labels.columns.shape, dtype=torch.float32, device=device)
+    own = _Statistics(of_rows[0], of_rows[1], of_rows[2], targets)
+    row_slices, column_slices = logits.tiles(num_valid)
+    labels_of = labels.by_tile(row_slices, column_slices) if num_valid else None
+    for rows, columns in itertools.product(row_slices, column_slices):
+        assert labels_of is not None
+        scaled = logits.scaled((rows, columns), scale)
+        of_tile = labels_of(rows, columns)
+        own.targets[of_tile.chosen] = of_tile.masked(scaled.flatten()[of_tile.places])
         maximum = scaled.amax(1)
-        scaled.sub_(maximum[:, None])
-        exponentials = scaled.exp()
-        of_rows[0, rows] = maximum
-        of_rows[1, rows] = exponentials.sum(1)
-        of_rows[2, rows] = scaled.mul_(exponentials).sum(1)
-    if group.size() == 1:
-        return _Statistics(of_rows[0], of_rows[1], of_rows[2], targets)
-    gathered = _gather(torch.cat([of_rows.flatten(), targets.flatten()]), group)
+        if kept is not None:
+            kept[rows.start, columns.start] = scaled
+        shifted = scaled.sub_(maximum[:, None]) if kept is None else scaled - maximum[:, None]
+        exponentials = shifted.exp()
+        weighted_sum = shifted.mul_(exponentials).sum(1)
+        own.add(rows, maximum, exponentials.sum(1), weighted_sum, is_first=columns.start == 0)
+    return own if group.size() == 1 else _of_group(own, of_rows, group)
+
+
+def _of_group(own: _Statistics, of_rows: Tensor, group: dist.ProcessGroup) -> _Statistics:
+    gathered = _gather(torch.cat([of_rows.flatten(), own.targets]), group)
     maxima, exp_sums, weighted_sums = gathered[:, : of_rows.numel()].unflatten(1, of_rows.shape).unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
@@ -283,7 +390,7 @@ def _statistics(
         maximum,
         (share * exp_sums).sum(0),
         (share * (weighted_sums + shift * exp_sums)).sum(0),
-        gathered[:, of_rows.numel() :].sum(0).view(targets.shape),
+        gathered[:, of_rows.numel() :].sum(0),
     )
 
 
@@ -295,9 +402,84 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
-    """Returns the column of each label [rows, n], clamped into the shard, and whether the label is in the shard."""
-    return labels.clamp(0, num_valid - 1), (labels >= 0) & (labels < num_valid)
+def _gradient_of_logits(logits: Logits, labels: _Labels, given: _Given, num_valid: int, scale: float) -> Tensor:
+    """Returns the gradient of logits without weights. It is zero at padding."""
+    grad = torch.zeros_like(logits.states)
+    row_slices, column_slices = logits.tiles(num_valid)
+    labels_of = labels.by_tile(row_slices, column_slices) if num_valid else None
+    for rows, columns in itertools.product(row_slices, column_slices):
+        assert labels_of is not None
+        scaled = logits.scaled((rows, columns), scale)
+        grad[rows, columns] = _gradient_of_tile(scaled, rows, given, labels_of(rows, columns), logits.softcap, scale)
+    return grad
+
+
+def _gradients_of_inputs(
+    logits: Logits,
+    labels: _Labels,
+    given: _Given,
+    num_valid: int,
+    scale: float,
+    kept: dict[tuple[int, int], Tensor],
+    is_needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of hidden states and weights, where they are needed. It consumes `kept`.
+
+    Sums over tiles are fp32. Those of columns are complete after all rows, so no fp32 copy of the weights is made.
+    """
+    states, weight = logits.states, logits.weight
+    assert weight is not None
+    row_slices, column_slices = logits.tiles(num_valid)
+    of_states = torch.zeros_like(states, dtype=torch.float32) if is_needed[0] else None
+    of_weight = torch.empty_like(weight) if is_needed[1] else None
+    if of_weight is not None:
+        of_weight[num_valid if row_slices else 0 :] = 0
+    labels_of = labels.by_tile(row_slices, column_slices) if num_valid else None
+    for columns in column_slices if row_slices else ():
+        assert labels_of is not None
+        of_columns = None if of_weight is None else of_weight[columns]
+        if of_columns is not None and len(row_slices) > 1:
+            of_columns = torch.zeros_like(of_columns, dtype=torch.float32)
+        for rows in row_slices:
+            scaled = kept.pop((rows.start, columns.start), None)
+            scaled = logits.scaled((rows, columns), scale) if scaled is None else scaled
+            of_tile = labels_of(rows, columns)
+            grad = _gradient_of_tile(scaled, rows, given, of_tile, logits.softcap, scale).to(weight.dtype)
+            if of_states is not None:
+                _add_product(of_states[rows], grad, weight[columns])
+            if of_columns is not None and len(row_slices) > 1:
+                _add_product(of_columns, grad.T, states[rows])
+            elif of_columns is not None:
+                torch.mm(grad.T, states[rows], out=of_columns)
+        if of_weight is not None and of_columns is not None and len(row_slices) > 1:
+            of_weight[columns] = of_columns
+    return None if of_states is None else of_states.to(states.dtype), of_weight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b to the fp32 `total`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+def _gradient_of_tile(
+    scaled: Tensor, rows: slice, given: _Given, labels: _LabelsOfTile, softcap: float | None, scale: float
+) -> Tensor:
+    """Turns scaled logits into their gradients, fp32, in the same memory."""
+    slope = None if softcap is None else (scaled / (softcap * scale)).square_().neg_().add_(1)
+    logprobs = scaled.sub_(given.log_normalizer[rows, None])
+    if given.of_entropy is None:
+        grad = logprobs.exp_().mul_(given.factor[rows, None])
+    else:
+        factor = torch.addcmul(given.factor[rows, None], logprobs, given.of_entropy[rows, None])
+        grad = logprobs.exp_().mul_(factor)
+    # Unlike scatter_add_, it adds several labels of a row in a fixed order.
+    grad.view(-1).index_put_((labels.places,), labels.masked(given.of_labels[labels.chosen]), accumulate=True)
+    return grad if slope is None else grad.mul_(slope)
 
 
 # The outputs of a model per token, by its head. They are the arguments of its loss function.

@@ -60,7 +60,7 @@ def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float |
     experience = plain_experience(LENGTHS, expected["tokens"]).select(samples)
     wanted = torch.cat([expected["logits"].split(LENGTHS)[sample] for sample in samples])
     batches = model.micro_batches(experience, max_tokens=10_000)
-    kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
+    kept = run_schedule(model, batches, lambda _, states: (states.sum(), model.logits_of(states)[:, :]), backward=False)
     if not kept:
         return None
     actual = torch.cat(kept)

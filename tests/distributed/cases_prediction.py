@@ -32,15 +32,14 @@ class Layout:
     grid: Grid
     sequence_parallel: bool = False
     overlap: bool = False
-    logits_chunk_tokens: int | None = None
     recompute: Any = "none"
 
 
 LAYOUTS = {
     "one_rank": Layout(Grid((0,))),
-    "chunked_logits": Layout(Grid((1,)), logits_chunk_tokens=7, recompute="full"),
+    "recomputed": Layout(Grid((1,)), recompute="full"),
     "tp2": Layout(Grid((0, 1), tp=2)),
-    "tp2_sequence_parallel": Layout(Grid((2, 3), tp=2), sequence_parallel=True, logits_chunk_tokens=16),
+    "tp2_sequence_parallel": Layout(Grid((2, 3), tp=2), sequence_parallel=True),
     "pp2": Layout(Grid((1, 2), pp=2)),
     "cp2": Layout(Grid((0, 3), cp=2)),
     "tp2_pp2": Layout(Grid(ALL, tp=2, pp=2), sequence_parallel=True),
@@ -103,7 +102,6 @@ def make_model(
         architecture=replace(read_architecture(path), predicts=predicts),
         sequence_parallel=layout.sequence_parallel,
         mtp=schema.Mtp(coef=COEF, trains=trains),
-        logits_chunk_tokens=layout.logits_chunk_tokens,
         recompute=layout.recompute,
     )
     return in_training(

@@ -58,7 +58,7 @@ OTHERS: Layouts = {
     "grpo": {
         "tp2": {**SEQUENCE_PARALLEL, "recompute": "full"},
         "pp2_cp2": {"recompute": "selective"},
-        "tp2_pp2": {"logits_chunk_tokens": 37},
+        "tp2_pp2": {},
     },
     "gspo": {"cp4": BY_HEADS},
     "distillation": {"tp2_cp2": SEQUENCE_PARALLEL},

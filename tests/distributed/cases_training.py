@@ -23,9 +23,11 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training import logprobs
 from rltrain.training.megatron import attention, norms, platform
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.packing import MicroBatch
 from tests.support.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
 from tests.support.trained_models import groups_on, in_training, load_experience, megatron_model, of_replica
 
@@ -47,7 +49,7 @@ GRIDS = {
 QUICK_LAYOUTS = {"qwen3": ("tp1", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
 SLOW_LAYOUTS = {"qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"), "qwen2_tied": ("tp1", "tp2_pp2")}
 """Layouts by checkpoint. The tied one has four layers, the other two. The first layout of each is the baseline."""
-CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
+SMALL_TILES = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 RECOMPUTED: dict[str, Any] = {
     "full": "full",
@@ -101,7 +103,7 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
         "bfloat16/tp2_dp2": ("tp2_dp2", {"dtype": "bfloat16"}),
         "bfloat16/plain_optimizer": ("tp2_dp2", {"dtype": "bfloat16", "distributed_optimizer": False}),
         "bfloat16/wide_tp2_dp2_sp": ("tp2_dp2_sp", WIDE),
-        "bfloat16/wide_tp2_pp2": ("tp2_pp2", {**WIDE, "logits_chunk_tokens": 37}),
+        "bfloat16/wide_tp2_pp2": ("tp2_pp2", WIDE),
     }
     for name, (layout, settings) in ways.items():
         if rank in GRIDS[layout].ranks:
@@ -111,11 +113,23 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
             model = load_model(paths["qwen2_tied"], layout, groups)
             few = load_experience(paths["qwen2_tied"]).select(torch.arange(2))
             yield f"two_samples/{layout}", make_trainable(model).train_batch(few, negative_log_likelihood)
-    for checkpoint, layout in CHUNKED_LOGITS:
+    for checkpoint, layout in SMALL_TILES:
         if rank in GRIDS[layout].ranks:
-            chunked = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=37)
-            yield f"chunked_logits/{checkpoint}/{layout}", chunked
+            with _small_tiles():
+                found = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES)
+            yield f"small_tiles/{checkpoint}/{layout}", found
     yield "float16/tp2_pp2", _train(paths["qwen3"], "tp2_pp2", groups, ONE_MICRO_BATCH, dtype="float16")
+
+
+@contextmanager
+def _small_tiles() -> Iterator[None]:
+    """Limits tiles of logits to 37 rows and 8 columns, and keeps none for backward."""
+    with (
+        patch.dict(logprobs.TILE_ELEMENTS, cpu=37 * 8),
+        patch.dict(logprobs.TILE_ROWS, cpu=37),
+        patch.object(logprobs, "CHUNK_ELEMENTS", 0),
+    ):
+        yield
 
 
 def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
@@ -157,7 +171,12 @@ def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
     """Returns "logits" of all samples in one micro-batch, and the parameters' gradients by name."""
     batches = model.micro_batches(load_experience(path), 10_000)
     model.zero_grad()
-    (logits,) = run_schedule(model, batches, lambda _, logits: (logits.cos().sum(), logits.detach()), backward=True)
+
+    def outputs(_: MicroBatch, states: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.logits_of(states)[:, :]
+        return logits.cos().sum(), logits.detach()
+
+    (logits,) = run_schedule(model, batches, outputs, backward=True)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return {"logits": logits, **gradients}
@@ -317,7 +336,7 @@ def _logits(model: LanguageModel, path: Path, max_tokens: int) -> Tensor:
     """Returns the logits in the experience's token order, shape [tokens, vocabulary]."""
     experience = load_experience(path)
     batches = model.micro_batches(experience, max_tokens)
-    kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
+    kept = run_schedule(model, batches, lambda _, states: (states.sum(), model.logits_of(states)[:, :]), backward=False)
     whole = torch.empty(experience.num_tokens, kept[0].size(1))
     for batch, logits in zip(batches, kept, strict=True):
         whole[batch.token_index] = logits

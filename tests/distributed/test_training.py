@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.distributed.cases_training import (
-    CHUNKED_LOGITS,
     MAX_RATIO,
     ONE_MICRO_BATCH,
     QUICK_LAYOUTS,
     RECOMPUTED,
     SEVERAL_MICRO_BATCHES,
     SLOW_LAYOUTS,
+    SMALL_TILES,
 )
 from tests.support.marks import slow_but
 from tests.support.tiny_checkpoints import CHECKPOINTS, make_checkpoints
@@ -84,9 +84,9 @@ def test_ways_of_computing_do_not_change_the_result(ranks: Ranks, variant: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpoint", "layout"), CHUNKED_LOGITS)
+@pytest.mark.parametrize(("checkpoint", "layout"), SMALL_TILES)
 def test_logits_that_are_never_whole_do_not_change_the_result(ranks: Ranks, checkpoint: str, layout: str) -> None:
-    assert_same_training(ranks, f"chunked_logits/{checkpoint}/{layout}", f"{checkpoint}/tp1/{ONE_MICRO_BATCH}")
+    assert_same_training(ranks, f"small_tiles/{checkpoint}/{layout}", f"{checkpoint}/tp1/{ONE_MICRO_BATCH}")
 
 
 def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: Ranks) -> None:

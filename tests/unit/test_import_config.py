@@ -502,7 +502,6 @@ SHAPE = {
 }
 OF_MEMORY = {
     "model.recompute",
-    "model.logits_chunk_tokens",
     "model.activation_offload",
     "actor.micro_batch_tokens",
     "actor.optimizer.cpu_offload",

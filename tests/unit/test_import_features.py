@@ -70,12 +70,12 @@ def test_fsdp_of_verl_shares_every_parameter_and_sequences_by_heads(tmp_path: Pa
     assert actor.fsdp and actor.fsdp.replicas == 2 and not actor.fsdp.reshard_after_forward and actor.offload is True
 
 
-def test_fsdp_of_skyrl_has_micro_batches_whose_logits_exist_at_once(tmp_path: Path) -> None:
+def test_fsdp_of_skyrl_has_the_micro_batches_of_its_ranks(tmp_path: Path) -> None:
     keys = "trainer.micro_train_batch_size_per_gpu=64 trainer.policy.sequence_parallel_size=2"
     found = found_of("skyrl", keys)
     config = config_of(found, tmp_path)
     assert config.backend_of("actor") == "fsdp" and config.actor.parallel.cp == 2
-    assert config.model.logits_chunk_tokens is None and config.actor.micro_batch_tokens == 16384
+    assert config.actor.micro_batch_tokens == 64 * (512 + 1024) // 2
     few = config_of(found_of("skyrl", keys.replace("=64", "=2")), tmp_path)
     assert few.actor.micro_batch_tokens == 2 * (512 + 1024) // 2, "two samples, shared by two ranks"
 

@@ -148,7 +148,6 @@ VERL: list[tuple[str, dict[str, Any]]] = [
         {"loss.correction.method": "icepop", "loss.correction.low": 0.5, "loss.correction.high": 5.0},
     ),
     (f"{ACTOR}policy_loss.loss_mode=gspo", {"loss.policy": "gspo", "loss.normalization": "sequence_mean"}),
-    (f"{ACTOR}entropy_from_logits_with_chunking=True {ACTOR}strategy=megatron", {"model.logits_chunk_tokens": 2048}),
     (f"{ACTOR}use_prefix_grouper=True", {"actor.share_prefixes": True}),
     (f"{ACTOR}use_prefix_grouper=False", {"actor.share_prefixes": None}),
     (f"{ACTOR}ppo_micro_batch_size_per_gpu=4", {"actor.micro_batch_tokens": 4 * (512 + 512)}),

@@ -159,27 +159,60 @@ class LargestMatrix(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 8, 100])
-def test_logits_that_are_made_by_rows_are_those_that_are_held(rows_at_once: int) -> None:
-    """Some columns are padding. No matrix is larger than the logits of `rows_at_once` rows."""
+@dataclass(frozen=True)
+class Tiles:
+    """Limits of a test, instead of those for real sizes."""
+
+    elements: int
+    rows: int
+    kept: int
+
+    def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(module.TILE_ELEMENTS, "cpu", self.elements)
+        monkeypatch.setitem(module.TILE_ROWS, "cpu", self.rows)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", self.kept)
+
+
+TILES = {
+    "one row": Tiles(elements=64, rows=1, kept=0),
+    "rows": Tiles(elements=8 * 64, rows=32, kept=0),
+    "columns": Tiles(elements=700, rows=100, kept=0),
+    "rows and columns": Tiles(elements=120, rows=30, kept=0),
+    "rows and columns, kept": Tiles(elements=120, rows=30, kept=10_000),
+    "one": Tiles(elements=10_000, rows=100, kept=0),
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("of_entropy", [0.0, 1.0])
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
+def test_tiles_of_states_and_weights_equal_log_softmax_of_whole_logits(
+    tiles: Tiles, of_entropy: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some columns are padding. No matrix is larger than a tile."""
+    tiles.set(monkeypatch)
     torch.manual_seed(0)
     num_rows, hidden, columns, vocab_size = 100, 2, 64, 61
-    group: Any = Alone()
     states, weight = (torch.randn(size, hidden, requires_grad=True) for size in (num_rows, columns))
     labels, wanted = torch.randint(vocab_size, (num_rows, 3)), torch.randn(num_rows, 3)
 
-    def passed(logits: Logits) -> tuple[Tensor, ...]:
-        logprobs, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=vocab_size, temperature=0.7, group=group)
-        loss = (logprobs * wanted).sum() + (entropy * wanted[:, 0]).sum()
-        return logprobs, entropy, *torch.autograd.grad(loss, (states, weight))
+    def gradients(logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
+        loss = (logprobs * wanted).sum() + of_entropy * (entropy * wanted[:, 0]).sum()
+        return torch.autograd.grad(loss, (states, weight))
 
-    expected = passed(Logits(states @ weight.T))
+    whole = (states @ weight.T)[:, :vocab_size]
+    whole = whole if softcap is None else softcap * (whole / softcap).tanh()
+    log_softmax = torch.log_softmax(whole / 0.7, dim=-1)
+    expected = log_softmax.gather(1, labels), -(log_softmax.exp() * log_softmax).sum(-1)
+    expected_gradients = gradients(*expected)
+    group: Any = Alone()
     with LargestMatrix() as largest:
-        found = passed(Logits(states, weight, rows_at_once))
-    for one, other in zip(found, expected, strict=True):
+        logits = Logits(states, weight, softcap=softcap)
+        found = vocab_parallel_logprobs(logits, labels, vocab_size=vocab_size, temperature=0.7, group=group)
+        found_gradients = gradients(*found)
+    for one, other in zip((*found, *found_gradients), (*expected, *expected_gradients), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    statistics = num_rows * (3 + labels.size(1))
-    assert largest.num_elements <= max(rows_at_once * columns, statistics, columns * hidden)
+    assert largest.num_elements <= max(tiles.elements, num_rows * labels.size(1), columns * hidden)
 
 
 def test_large_and_half_precision_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,6 @@ def test_what_there_is_is_not_refused(architecture: Architecture) -> None:
             ["model.router_replay: got rollout with rollout.engine sglang", "untested"],
         ),
         (GEMMA2, CP, ["actor.parallel.cp: got 2", "expected 1", "has soft caps on its scores"]),
-        (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (NEMOTRON, FSDP, ["actor.backend: got fsdp", "is nemotron", "expected megatron"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
         (DYNAMIC, {}, ["data.max_prompt_tokens", "64 positions", "max_position_embeddings", "dynamic RoPE scaling"]),

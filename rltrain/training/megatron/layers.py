@@ -33,10 +33,8 @@ from torch import Tensor
 
 from rltrain.models import NUM_LABELS, Architecture, DeltaNet, LayerKind
 from rltrain.models.architecture import MLA
-from rltrain.models.attention import soft_capped
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
 from rltrain.models.experts import is_expert
-from rltrain.models.products import wide_product
 from rltrain.training.megatron.attention import (
     ExplicitLatentAttention,
     FusedSelfAttention,
@@ -229,7 +227,7 @@ def _parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(*shape, device=parameter_device(config), dtype=config.params_dtype))
 
 
-# An fp32 residual stream and final projection, in models with weights in half precision.
+# An fp32 residual stream, in models with weights in half precision.
 #
 # Megatron's fp32_residual_connection makes the embedding fp32, but its first addition rounds the residual stream. These
 # additions keep it in fp32.
@@ -267,46 +265,6 @@ def widen_residual_stream(block: TransformerBlockSubmodules) -> None:
         for norm in ("input_layernorm", "pre_mlp_layernorm"):
             if getattr(modules, norm) is IdentityOp:
                 setattr(modules, norm, RoundedInput)
-
-
-class WideProjection(ColumnParallelLinear):
-    """Megatron's vocabulary projection with fp32 logits. Gradients are computed in the weights' type."""
-
-    def _forward_impl(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        *,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup,
-        **unused: Any,
-    ) -> Tensor:
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        logits: Tensor = _WideProduct.apply(input, weight)
-        return logits
-
-
-class _WideProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return wide_product(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        gradient = gradients[0].to(weight.dtype)
-        of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return gradient @ weight, of_weight
-
-
-def widen_projection(layer: ColumnParallelLinear) -> None:
-    """Gives the layer the class WideProjection. Megatron builds the layer itself with a fixed class."""
-    layer.__class__ = WideProjection
 
 
 # Modules of a model: Megatron's own with torch kernels ("local") or Transformer Engine's, and value heads.
@@ -352,10 +310,8 @@ class ValueHead(torch.nn.Module):
 
 
 class DeferredHead(torch.nn.Module):
-    """A replacement for the vocabulary projection that returns the projection's inputs.
-
-    Logits are computed later for some rows at a time, and never held for all tokens.
-    """
+    """A replacement for the vocabulary projection that returns the projection's inputs. The loss computes logits in
+    tiles."""
 
     def __init__(
         self, projection: ColumnParallelLinear, config: TransformerConfig, tp_group: dist.ProcessGroup
@@ -629,11 +585,6 @@ def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype
     """Multiplies the embeddings by `scale`, rounded to `dtype`, at the start of the residual stream."""
     rounded = float(torch.tensor(scale, dtype=dtype))
     embedding.register_forward_hook(lambda module, inputs, embedded: embedded * rounded)
-
-
-def bend_logits(projection: torch.nn.Module, cap: float) -> None:
-    """Turns the logits x of `projection` into cap * tanh(x / cap)."""
-    projection.register_forward_hook(lambda module, inputs, output: (soft_capped(output[0], cap), output[1]))
 
 
 def mark_parallel_weights(model: torch.nn.Module) -> None:

@@ -45,12 +45,10 @@ from rltrain.training.megatron.experts import round_experts
 from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
-    bend_logits,
     block_spec,
     mark_parallel_weights,
     predicting_layer_spec,
     scale_embedding,
-    widen_projection,
     word_embedding,
 )
 from rltrain.training.megatron.lora import Adapters, is_adapter
@@ -88,9 +86,9 @@ class ModelChunk(LanguageModule):
     It takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). With
     context parallelism the ids are those of `LanguageModel.share` alone.
 
-    It returns hidden states on chunks without the head. With a vocabulary head it returns logits [1, tokens, padded
-    vocabulary / tp], or with `model.logits_chunk_tokens` the logits' inputs [1, tokens, hidden]. With a value head it
-    returns values [1, tokens], fp32 and whole on every tensor-parallel rank.
+    It returns hidden states on chunks without the head. With a vocabulary head it returns the logits' inputs [1,
+    tokens, hidden]. With a value head it returns values [1, tokens], fp32. Both are whole on every tensor-parallel
+    rank.
 
     It is based on LanguageModule and TransformerBlock because Megatron deprecates GPTModel since release 0.19.
     Parameters have the names of GPTModel.
@@ -158,7 +156,7 @@ class ModelChunk(LanguageModule):
         *,
         packed_seq_params: PackedSeqParams,
     ) -> Tensor:
-        """Returns hidden states, logits or values, as described in the class. Positions and masks come with the
+        """Returns hidden states or values, as described in the class. Positions and masks come with the
         sequences.
 
         Collective over: the tensor- and context-parallel groups.
@@ -227,14 +225,8 @@ class ModelChunk(LanguageModule):
             )
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        if not self.post_process:
-            return
-        if options.model.logits_chunk_tokens is not None:
+        if self.post_process:
             self.output_layer = DeferredHead(self.output_layer, self.config, collection.tp)
-        elif options.has_wide_head:
-            widen_projection(self.output_layer)
-        if architecture.logits_softcap is not None:
-            bend_logits(self.output_layer, architecture.logits_softcap)
 
     def _add_prediction(
         self,
@@ -364,11 +356,8 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the last chunk's outputs as logits."""
-        chunk_tokens = self.options.model.logits_chunk_tokens
-        if chunk_tokens is None:
-            return Logits(outputs)
         last = cast(ModelChunk, self.chunks[-1])
-        return Logits(outputs, last.vocabulary, chunk_tokens, self.options.has_wide_head)
+        return Logits(outputs, last.vocabulary, self.options.has_wide_head, self.architecture.logits_softcap)
 
     @property
     def prediction(self) -> schema.Mtp:
@@ -380,7 +369,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
         """Returns the loss of multi-token prediction from its layer's `states`. Call it on the last pipeline stage."""
         last = cast(ModelChunk, self.chunks[-1])
         vocabulary = last.vocabulary.detach() if self.prediction.trains == "layer" else last.vocabulary
-        head = Logits(states, vocabulary, self.options.model.logits_chunk_tokens, self.options.has_wide_head)
+        head = Logits(states, vocabulary, self.options.has_wide_head, self.architecture.logits_softcap)
         return prediction_loss(batch, head, shares, self.pg_collection, self.architecture.vocab_size)
 
     def sum_gradients_of_copies(self) -> None:
