@@ -14,7 +14,13 @@ from pydantic import ValidationError
 from rltrain.config.loader import HOLE, Source
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, UserError
-from rltrain.import_config.influence import NO_COUNTERPART, WRITTEN, open_holes, refuse_differences
+from rltrain.import_config.influence import (
+    NO_COUNTERPART,
+    WRITTEN,
+    ask_for_missing,
+    open_holes,
+    refuse_differences,
+)
 from rltrain.import_config.sources import FRAMEWORKS, asked_for, framework_of, parse_value, read, translated
 from rltrain.import_config.translation import (
     Leftover,
@@ -298,6 +304,7 @@ def imported(
         out.set(path, value, "--set")
     if not allow_differences:
         refuse_differences(out)
+    ask_for_missing(out, asked_for(found.unset))
     try:
         check_config(Config.model_validate(out.data))
     except ValidationError as error:

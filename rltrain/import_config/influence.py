@@ -203,7 +203,7 @@ ATTACHED = "a setting of an open environment"
 WRITTEN: dict[str, str] = {
     ENVIRONMENT: 'the environment of the source, as "file.py:name" (docs/environments.md); it also gives the reward',
     REWARD: 'the reward of the source, as "file.py:function" (docs/rewards.md)',
-    ROWS: "the source makes its prompts itself; a file with one row per prompt",
+    ROWS: "the file of prompts, with one row for each; the source names none or makes them itself",
 }
 """What is expected in place of each hole."""
 
@@ -213,8 +213,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 OF_ENVIRONMENTS = _words(
-    "agent agents agentic tool tools env envs environment environments turn turns multiturn retriever retrieval search "
-    "interaction interactions observation observations obs sandbox browser simulator mcp gym workflow terminal endpoint"
+    "agent agents agentic agentloop agentlightning tool tools toolcall env envs environment environments turn turns "
+    "multiturn retriever retrieval search interaction interactions observation observations obs sandbox "
+    "browser simulator mcp gym workflow terminal endpoint"
 )
 OF_REWARDS = _words("reward rewards rm prm verifier judge grader score scores")
 """Words in the names of keys that are settings of an environment, or of a reward."""
@@ -256,13 +257,20 @@ BY_ROW = "the data_source of a row"
 
 def open_holes(out: Translation) -> None:
     """Moves the differences that are settings of an environment or a reward to `out.holes`. That part stays open."""
-    asked = {one.hole for one in out.differences} - {None, ATTACHED}
-    if not asked or out.get("algorithm") == "sft":
+    if out.get("algorithm") != "sft":
+        _open_part(out)
+        _open_rows(out)
+
+
+def _open_part(out: Translation) -> None:
+    """Opens the environment, or only the reward."""
+    asked = {one.hole for one in out.differences} - {None, ATTACHED, ROWS}
+    if not asked:
         return
     if ENVIRONMENT not in asked and "reward_model" in out.placed:
         return
     path = ENVIRONMENT if ENVIRONMENT in asked else REWARD
-    kinds = asked | ({ATTACHED} if path == ENVIRONMENT else set())
+    kinds = asked | ({ATTACHED, ROWS} if path == ENVIRONMENT else set())
     settings = [one for one in out.differences if one.hole in kinds]
     out.differences = [one for one in out.differences if one.hole not in kinds]
     given = [f"{REWARD}s", "reward.options", "reward.score_key"]
@@ -277,6 +285,19 @@ def open_holes(out: Translation) -> None:
     out.set(path, HOLE, "--allow-holes")
     if path == ENVIRONMENT:
         _place_environment(out)
+
+
+def _names(out: Translation, path: str) -> bool:
+    """Returns whether a path is set. Several files of prompts are another key."""
+    return out.get(path) not in (*NOTHING, []) or (path == ROWS and "data.train.sources" in out.settings)
+
+
+def _open_rows(out: Translation) -> None:
+    """Opens the file of prompts if the source names none."""
+    if not _names(out, ROWS):
+        out.holes[ROWS] = [one for one in out.differences if one.hole == ROWS]
+        out.differences = [one for one in out.differences if one.hole != ROWS]
+        out.set(ROWS, HOLE, "--allow-holes")
 
 
 def _is_named(out: Translation, path: str) -> bool:
@@ -301,9 +322,18 @@ def _place_environment(out: Translation) -> None:
         out.place(["env"], out.placed["reward"], "--allow-holes")
     if "env.max_turns" not in out.settings:
         out.notes.append(f"env.max_turns is {out.get('env.max_turns')}: set the source's limit of turns")
-    if out.get(ROWS) in NOTHING:
-        out.holes[ROWS] = []
-        out.set(ROWS, HOLE, "--allow-holes")
+
+
+REQUIRED = {"model.path": "checkpoint", ROWS: "file of prompts"}
+"""Keys that every run needs, with what they name."""
+
+
+def ask_for_missing(out: Translation, unset: str) -> None:
+    """Raises ConfigError if the source does not name what every run needs. `unset` tells variables without a value."""
+    for path, what in REQUIRED.items():
+        if not _names(out, path):
+            opened = ", or leave it open with --allow-holes" if path == ROWS else ""
+            raise ConfigError(f"{path}: the source names no {what}; expected it by --set {path}=PATH{opened}{unset}")
 
 
 def refuse_differences(out: Translation) -> None:
@@ -313,7 +343,7 @@ def refuse_differences(out: Translation) -> None:
     found = "\n".join(f"  {one.key}: {one.value!r}: {one.reason}" for one in out.differences)
     held = [one for one in out.differences if one.hole is not None]
     opened = "an environment or a reward of the source's own"
-    is_held = any(one.hole != ATTACHED for one in held)
+    is_held = any(one.hole not in (ATTACHED, ROWS) for one in held)
     hint = f". {len(held)} of them belong to {opened}: with --allow-holes it stays open" if is_held else ""
     raise ConfigError(
         f"{len(out.differences)} keys of {out.framework} change results and have no counterpart here:\n{found}\n"

@@ -3,8 +3,8 @@
 from math import prod
 from typing import Any
 
-from rltrain.config.foreign import RLINF
-from rltrain.import_config.influence import Condition, KeyRules, by_pattern, sort_out
+from rltrain.config.foreign import RLINF, Pair
+from rltrain.import_config.influence import ATTACHED, REWARD, Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_action_heads, set_vision
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -29,6 +29,8 @@ from rltrain.import_config.translation import (
     set_whitening,
 )
 
+LEARNING = ("algorithm.", "actor.", "critic.", "runner.", "inference.", "cluster.")
+"""Sections without settings of an environment or a reward."""
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."
 ROLES = {
@@ -89,6 +91,8 @@ speed or memory only: *.model.{apply_rope_fusion,attention_softmax_in_fp32,batch
     *.megatron.{tp_comm_overlap_cfg,accumulate_allreduce_grads_in_fp32}
     actor.{enable_dp_load_balance,enable_offload,offload_grad,offload_optimizer,offload_weight,micro_batch_size}
     actor.{eval_batch_size,mcore_gpt,spec_name} rollout.enable_offload
+    critic.{mcore_gpt,spec_name,enable_dp_load_balance,micro_batch_size,global_batch_size}
+    critic.{offload_optimizer,offload_weight,offload_grad}
     algorithm.{logprob_forward_micro_batch_size,training_batch_size_per_gpu,rollout_batch_size_per_gpu}
     algorithm.val_rollout_batch_size_per_gpu runner.{enable_dynamic_batch_size,max_tokens_per_mbs}
 follows from the type of the model: *.optim.{bf16,fp16}
@@ -194,7 +198,7 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     set_vision(out, column_of(keys, out, "data.image_keys"), "data.image_keys")
     if not keys.truth("algorithm.calculate_entropy", True):
         out.settings.pop("loss.entropy_coef", None)
-    sort_out(keys, out, KeyRules(HARMLESS, "rlinf", conditions(keys), SWITCHES))
+    sort_out(keys, out, KeyRules(HARMLESS, "rlinf", conditions(keys), SWITCHES, LEARNING, ("rollout.", "data.")))
 
 
 def _guard(keys: SourceKeys, out: Translation) -> None:
@@ -249,7 +253,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         roles = [component.strip() for component in components.split(",")]
         unknown = [role for role in roles if role not in ROLES]
         if unknown:
-            out.differs(PLACED + components, given, f"{', '.join(unknown)} is not a role here")
+            out.differs(PLACED + components, given, f"{', '.join(unknown)} is not a role here", ATTACHED)
         known = list(dict.fromkeys(ROLES[role] for role in roles if role in ROLES))
         if known:
             out.place(known, value, PLACED + components)
@@ -362,16 +366,22 @@ def _set_type(keys: SourceKeys, out: Translation) -> None:
 
 def _algorithm(keys: SourceKeys, out: Translation) -> None:
     name = keys.text("algorithm.adv_type", "grpo")
-    if name not in ALGORITHMS:
+    if name in ALGORITHMS:
+        algorithm = ALGORITHMS[name]
+        out.set("algorithm", algorithm, "algorithm.adv_type")
+        _normalize(keys, out, algorithm)
+    else:
+        algorithm = out.get("algorithm")
         out.differs("algorithm.adv_type", name, "no algorithm here has this estimator")
-        return
-    algorithm = ALGORITHMS[name]
-    out.set("algorithm", algorithm, "algorithm.adv_type")
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", keys.real("algorithm.gae_lambda", 0.95), "algorithm.gae_lambda")
+        _critic(keys, out)
     elif "advantages.gamma" in out.settings:
         del out.settings["advantages.gamma"]
-    _normalize(keys, out, algorithm)
+    _loss(keys, out)
+
+
+def _loss(keys: SourceKeys, out: Translation) -> None:
     kind = keys.text("algorithm.loss_type", "actor")
     if kind not in ("actor", "actor_critic", "math_ppo_actor"):
         out.differs("algorithm.loss_type", kind, "only the loss of PPO is supported")
@@ -400,6 +410,25 @@ def _algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.correction.high", real(cap), "algorithm.importance_sampling_clip")
 
 
+def _critic(keys: SourceKeys, out: Translation) -> None:
+    """Sets the critic with its optimizer. It begins with the weights of the engines' model."""
+    optimizer, model = "critic.optim.", "critic.model."
+    names = (("lr", "lr"), ("min_lr", "min_lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad"))
+    betas = (("adam_beta1", "beta1", 0.9), ("adam_beta2", "beta2", 0.999), ("adam_eps", "eps", 1e-8))
+    rules = (
+        *(Pair(optimizer + there, f"critic.optimizer.{here}") for there, here in names),
+        *(Pair(optimizer + there, f"critic.optimizer.{here}", default) for there, here, default in betas),
+        Pair("critic.lr_sched.lr_decay_style", "critic.optimizer.decay"),
+        Pair(model + "tensor_model_parallel_size", "critic.parallel.tp"),
+        Pair(model + "pipeline_model_parallel_size", "critic.parallel.pp"),
+        Pair("algorithm.value_cliprange", "critic.value_clip"),
+        Pair("algorithm.critic_warmup_steps", "critic.critic_warmup_steps", 0),
+    )
+    apply(rules, keys, out, decay=one_of(DECAYS, "learning rates"))
+    if any([keys.truth(f"critic.offload_{part}", False) for part in ("optimizer", "weight", "grad")]):
+        out.set("critic.offload", True, "critic.offload_*")
+
+
 def _normalize(keys: SourceKeys, out: Translation, algorithm: str) -> None:
     """Sets the normalisation of advantages over the batch. RLinf has it for every algorithm."""
     key = "algorithm.normalize_advantages"
@@ -413,6 +442,11 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         out.set("data.on_bad_row", "skip", "data.filter_prompt_by_length")
     if not keys.truth("data.apply_chat_template", True):
         out.set("data.chat_template", "never", "data.apply_chat_template")
+    for name, here in (("stop", "stop"), ("stop_token_ids", "stop_token_ids")):
+        given = keys.get(f"algorithm.sampling_params.{name}")
+        if given not in (*NOTHING, []):
+            ends = given if isinstance(given, list) else [given]
+            out.set(f"rollout.sampling.{here}", ends, f"algorithm.sampling_params.{name}")
     if keys.truth("algorithm.sampling_params.do_sample", True) is False:
         out.set("rollout.sampling.temperature", 0.0, "algorithm.sampling_params.do_sample")
     files = keys.get("data.val_data_paths")
@@ -430,7 +464,7 @@ def _reward(keys: SourceKeys, out: Translation) -> None:
     if kind == "math":
         _set_values(keys, out)
     else:
-        out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md")
+        out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md", REWARD)
     if keys.truth("reward.use_reward_model", False):
         out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")
 

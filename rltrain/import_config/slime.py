@@ -5,7 +5,7 @@ from typing import Any
 
 from rltrain.config.foreign import SLIME
 from rltrain.import_config import translation
-from rltrain.import_config.influence import ATTACHED, Condition, KeyRules, by_pattern, sort_out
+from rltrain.import_config.influence import ROWS, Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import (
     column_in_json,
     megatron_options,
@@ -397,10 +397,10 @@ def _records(keys: SourceKeys, out: Translation) -> None:
         out.set("checkpoint.keep", 1, "keep-only-latest-checkpoint")
     if keys.truth("disable-rollout-global-dataset", False) and not is_supervised(keys):
         reason = "prompts come from the own rollout loop there, and from files here"
-        out.differs("disable-rollout-global-dataset", True, reason, ATTACHED)
+        out.differs("disable-rollout-global-dataset", True, reason, ROWS)
     source = keys.get("data-source-path", DATA_SOURCE)
     if source not in (DATA_SOURCE, DATA_SOURCE.removesuffix("WithBuffer")):
-        out.differs("data-source-path", source, "prompts are read from files here", ATTACHED)
+        out.differs("data-source-path", source, "prompts are read from files here", ROWS)
     if keys.truth("debug-rollout-only", False):
         out.notes.append("debug-rollout-only: slime generates and trains nothing with this flag. The import trains")
 

@@ -147,9 +147,11 @@ speed or memory only: actor_rollout_ref.*.fsdp_config.{param_offload,optimizer_o
     actor_rollout_ref.*.fsdp_config.{entropy_checkpointing,entropy_from_logits_with_chunking,use_torch_compile}
     actor_rollout_ref.*.fsdp_config.{strategy,full_determinism,ulysses_sequence_parallel_size}
 models that are only evaluated have the type model.dtype: actor_rollout_ref.ref.fsdp_config.model_dtype
+the type of the model: actor_rollout_ref.*.fsdp_config.mixed_precision.param_dtype
+rounding of sums only: actor_rollout_ref.*.fsdp_config.mixed_precision.{reduce_dtype,buffer_dtype}
 FSDP trains: actor_rollout_ref.*.megatron.*
 speed or memory only: actor_rollout_ref.*.megatron.{param_offload,grad_offload,optimizer_offload}
-    actor_rollout_ref.*.megatron.{sequence_parallel,use_distributed_optimizer,dtype_for_load}
+    actor_rollout_ref.*.megatron.{sequence_parallel,use_distributed_optimizer,dtype_for_load,use_megatron_fsdp}
     actor_rollout_ref.*.megatron.override_ddp_config.{overlap_grad_reduce,overlap_param_gather,bucket_size}
     actor_rollout_ref.*.megatron.override_ddp_config.{grad_reduce_in_fp32,average_in_collective}
     actor_rollout_ref.*.megatron.override_ddp_config.use_distributed_optimizer
@@ -204,6 +206,7 @@ speed or memory only: actor_rollout_ref.ref.{entropy_checkpointing,entropy_from_
     actor_rollout_ref.rollout.{disaggregation.enable,data_parallel_size}
     actor_rollout_ref.rollout.engine_kwargs.vllm.{disable_mm_preprocessor_cache,mm_processor_cache_gb,swap_space}
     actor_rollout_ref.rollout.engine_kwargs.vllm.{compilation_config,enable_expert_parallel,async_scheduling}
+    actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode
     actor_rollout_ref.rollout.engine_kwargs.vllm.{attention_backend,max_num_batched_tokens,enable_sleep_mode}
     actor_rollout_ref.rollout.engine_kwargs.trtllm.{batch_wait_timeout_iters,batch_wait_max_tokens_ratio}
     actor_rollout_ref.rollout.engine_kwargs.trtllm.{cuda_graph_config,moe_config,kv_cache_config,enable_attention_dp}
@@ -243,6 +246,7 @@ speed or memory only: critic.{use_dynamic_bsz,ppo_micro_batch_size,ppo_micro_bat
     critic.model.{enable_gradient_checkpointing,enable_activation_offload,use_fused_kernels,use_liger}
     critic.model.fsdp_config.{param_offload,optimizer_offload,offload_policy,forward_prefetch,reshard_after_forward}
     critic.model.fsdp_config.{fsdp_size,grad_offload,wrap_policy.min_num_params,wrap_policy.transformer_layer_cls_to_wrap}
+    critic.fsdp.{param_offload,optimizer_offload,offload_policy,forward_prefetch,reshard_after_forward,fsdp_size}
     critic.model.override_config.attn_implementation
     critic.megatron.{param_offload,grad_offload,optimizer_offload,sequence_parallel,use_distributed_optimizer}
     critic.megatron.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path,use_remove_padding}
@@ -254,13 +258,19 @@ a critic has no penalty: critic.kl_ctrl.kl_coef critic.kl_ctrl.type
 """)
 
 
+DTYPE = "model.dtype"
+TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
     """Returns the checks of reasons that depend on the source's keys."""
     modes = keys.get("trainer.resume_mode", "auto"), keys.truth("actor_rollout_ref.rollout.multi_turn.enable", False)
     skips = keys.truth(R + "skip_rollout", False)
+    kinds = [keys.get(f"actor_rollout_ref.{one}.fsdp_config.mixed_precision.param_dtype") for one in ("actor", "ref")]
     strategy, mode = keys.text(A + "strategy", "fsdp"), keys.get("trainer.v1.trainer_mode", "sync")
     return {
         "Megatron trains": lambda _: megatron,
+        "the type of the model": lambda out: {TYPES.get(str(one), one) for one in kinds} <= {*NOTHING, out.get(DTYPE)},
         "FSDP or Megatron trains": lambda _: strategy in (*FSDP_NAMES, "megatron"),
         "old log-probs are recomputed": lambda out: out.get("loss.old_logprobs") != "rollout",
         "no sandbox": lambda _: keys.get("reward_model.sandbox_fusion.url") in NOTHING,
@@ -498,6 +508,8 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     module, mode = keys.text(MODULE, ""), keys.get("trainer.v1.trainer_mode", "sync")
     hybrid = keys.truth("actor_rollout_ref.hybrid_engine", True)
     apart = "fully_async" in module or not hybrid or mode == "separate_async"
+    if "fully_async" in module and not hybrid:
+        out.leave("actor_rollout_ref.hybrid_engine", hybrid, "engines of this program always have GPUs of their own")
     roles = ["actor", "critic"] if named_estimator(keys) == "gae" else ["actor"]
     if keys.truth(A + "use_kl_loss", False) or has_kl_in_reward(keys):
         roles.append("reference")
@@ -586,11 +598,13 @@ def _rows(keys: SourceKeys, out: Translation) -> None:
     out.set("data.train.label_key", LABEL, "the label of verl's reward functions")
     if not keys.truth("data.apply_chat_template", True):
         out.set("data.chat_template", "never", "data.apply_chat_template, a key of trees changed by their users")
-    overlong = keys.truth("data.filter_overlong_prompts", False) or keys.get("data.truncation", "error") != "error"
-    if overlong:
+    filters, cut = keys.truth("data.filter_overlong_prompts", False), keys.get("data.truncation", "error")
+    if filters or cut != "error":
         out.set("data.on_bad_row", "skip", "data.filter_overlong_prompts, data.truncation: longer prompts are left out")
-    if keys.get("data.truncation", "error") in ("left", "right", "middle"):
-        out.leave("data.truncation", keys.get("data.truncation"), "longer prompts are left out, not cut")
+    if cut in ("left", "right", "middle"):
+        out.leave("data.truncation", cut, "longer prompts are left out, not cut")
+        if filters:
+            out.leave("data.filter_overlong_prompts", filters, "longer prompts are left out")
     if SHUFFLED in keys:
         out.set("data.shuffle", keys.truth(SHUFFLED), SHUFFLED)
     rows = keys.get("data.train_max_samples", -1)

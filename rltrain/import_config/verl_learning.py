@@ -305,7 +305,12 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
             out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, default 3")
     mean = keys.text(A + "loss_agg_mode", "token-mean")
     if mode in ("gspo", "geo_mean"):
+        out.leave(A + "loss_agg_mode", mean, f"the loss {mode} always has the mean over sequences")
         mean = "seq-mean-token-mean"
+    for bound in ("tau_pos", "tau_neg"):
+        given = keys.get(f"{A}policy_loss.{bound}")
+        if given not in NOTHING and real(given) == out.get(f"loss.sapo.{bound}"):
+            out.leave(f"{A}policy_loss.{bound}", given, f"loss.sapo.{bound} has the same value")
     set_named(out, "loss.normalization", MEANS, A + "loss_agg_mode", mean, "means")
     factor = keys.get(A + "loss_scale_factor")
     if mean == "seq-mean-token-sum-norm" and factor not in (None, out.get("rollout.sampling.max_response_tokens")):
@@ -442,6 +447,8 @@ def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr
     if warmup:
         updates = out.get("batch.mini_batches") * out.get("batch.epochs")
         out.set(here + "warmup_steps", warmup * updates, f"{warmup} training steps with {updates} updates each")
+    elif steps not in NOTHING and not ratio:
+        out.leave(prefix + "lr_warmup_steps", steps, "no warm-up")
 
 
 def _set_clip_of_gradients(keys: SourceKeys, out: Translation, prefix: str, role: str) -> None:
@@ -491,12 +498,14 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     """Sets reward functions, a reward model, and penalties."""
     usual = "dapo" if keys.text("-m", "").endswith(SELECTING) else "naive"
     manager_key, manager = keys.first("reward.reward_manager.name", *MANAGER_KEYS, default=usual)
-    path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
+    path_key, path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
     function = None if path in NOTHING else f"{path}:{name}"
     scored = truth(keys.first(MODEL + "enable", "reward_model.enable", default=False)[1])
     if scored:
-        _set_model(keys, out, function)
+        _set_model(keys, out)
+        if function is not None:
+            out.differs(path_key, path, "a reward model gives the whole reward here, without a function")
     elif manager == "gdpo":
         _set_parts(keys, out, function)
     elif function is not None:
@@ -532,10 +541,8 @@ def _set_parts(keys: SourceKeys, out: Translation, function: str | None) -> None
     out.set("reward.functions", parts, "algorithm.gdpo_reward_keys of custom_reward_function")
 
 
-def _set_model(keys: SourceKeys, out: Translation, function: str | None) -> None:
+def _set_model(keys: SourceKeys, out: Translation) -> None:
     """Sets a classifier as the whole reward. It is placed on all GPUs, or on separate GPUs after them."""
-    if function is not None:
-        raise UntranslatableError("a custom reward function together with a reward model is not supported")
     path = keys.first(MODEL + "model_path", "reward_model.model.path")[1]
     if path in NOTHING:
         raise UntranslatableError(f"{MODEL}model_path: expected the model's checkpoint")
@@ -664,9 +671,11 @@ def _set_models(keys: SourceKeys, out: Translation) -> None:
     if not names:
         raise UntranslatableError(f"{TEACHERS}*.model_path: expected a teacher's checkpoint")
     nodes, per_node = (keys.count(TEACHER_PREFIX + "nnodes", 0), keys.count(TEACHER_PREFIX + "n_gpus_per_node", 8))
-    size = f"{min(names)}.inference.tensor_model_parallel_size"
-    keys.assumed[TEACHERS + size] = 2
-    tp = count(given.get(size, 2))
+    sizes = [f"{name}.inference.tensor_model_parallel_size" for name in sorted(names)]
+    keys.assumed |= {TEACHERS + size: 2 for size in sizes}
+    tp = count(given.get(sizes[0], 2))
+    for size in (size for size in sizes[1:] if size in given):
+        out.leave(TEACHERS + size, given[size], "speed only: all teachers have the size of the first one")
     out.place(
         ["teacher"],
         ranks(out.world_size, nodes * per_node),

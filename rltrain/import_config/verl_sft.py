@@ -39,6 +39,7 @@ choice of the trainer: engine engine.strategy strategy model_engine model optim 
 speed or memory only: engine.{param_offload,optimizer_offload,grad_offload,offload_policy,forward_prefetch}
     engine.{use_orig_params,wrap_policy.min_num_params,reshard_after_forward,fsdp_size,use_torch_compile}
     engine.{sequence_parallel,entropy_from_logits_with_chunking,entropy_checkpointing,use_remove_padding}
+    engine.use_megatron_fsdp
     engine.override_transformer_config.{sequence_parallel,context_parallel_algo}
     engine.{use_distributed_optimizer,full_determinism,override_transformer_config.attention_backend}
     engine.override_transformer_config.{recompute_granularity,recompute_method,recompute_modules,recompute_num_layers}
@@ -57,6 +58,7 @@ seeds of orders: engine.seed
 the schedule covers the whole run: optim.lr_decay_steps optim.total_training_steps
 the learning rate is constant: optim.{min_lr,min_lr_ratio,num_cycles}
 warm-up is given in steps: optim.lr_warmup_steps_ratio
+warm-up begins at 0: optim.lr_warmup_init
 sequences are always packed: model.use_remove_padding data.pad_mode data.balance_dp_token
 code in checkpoints is never run: model.trust_remote_code data.trust_remote_code
 no adapters: model.{lora_alpha,target_modules,exclude_modules,lora_adapter_path,lora.*}
@@ -87,6 +89,7 @@ def _conditions(keys: SourceKeys, megatron: bool) -> dict[str, Condition]:
         "torchrun gives the number of processes": lambda _: "--nproc-per-node" in keys,
         "the learning rate is constant": lambda out: out.get("actor.optimizer.decay") == "constant",
         "warm-up is given in steps": lambda _: keys.get("optim.lr_warmup_steps") not in NOTHING,
+        "warm-up begins at 0": lambda _: real(keys.get("optim.lr_warmup_init") or 0) == 0,
         "single-turn rows": lambda _: not keys.truth(TURNS + "enable", False),
         "conversations": lambda _: keys.truth(TURNS + "enable", False),
     }
