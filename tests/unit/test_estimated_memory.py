@@ -612,7 +612,10 @@ def test_the_dry_run_counts_shards() -> None:
 
 
 def auto_job(world_size=8, **sections):
-    config = {"actor": {"micro_batch_tokens": "auto", "parallel": {"tp": 2}}, "reference": {"micro_batch_tokens": "auto"}}
+    config = {
+        "actor": {"micro_batch_tokens": "auto", "parallel": {"tp": 2}},
+        "reference": {"micro_batch_tokens": "auto"},
+    }
     placement = {"actor, reference, rollout, reward": "all"}
     return job_of(qwen3_8b(), placement, world_size, loss={"kl": {"coef": 0.1}}, **{**config, **sections})
 
