@@ -22,12 +22,13 @@ GB = 1e9
 
 
 class Efficiency(Section):
-    """The reached shares of a device's figures, and fixed costs of work. They are assumed, not measured.
+    """The reached shares of a device's figures, and fixed costs of work.
 
-    --calibrate replaces them by measurements of a run.
+    Those of one GPU follow a run on an H100, which docs/estimates.md describes. Those of links, experts and memory are
+    assumed. --calibrate replaces them by measurements of a run.
     """
 
-    matmul: Fraction = 0.5
+    matmul: Fraction = 0.65
     """Share of the dense peak in matrix products of training, evaluation and prefill."""
     experts: Fraction = 0.3
     """Share of the dense peak in products of experts. They are smaller, and tokens must be sorted."""
@@ -35,6 +36,9 @@ class Efficiency(Section):
     """Share of the dense peak in attention over long sequences."""
     memory: Fraction = 0.7
     """Share of the memory bandwidth in decode steps, optimizer steps and local copies."""
+    moved: NonNegative = 1.0
+    """Bytes moved by norms, rotations, activations and log-probs in training, relative to fused kernels. Without them
+    torch's operators move 3.5 to 5 times as many."""
     node: Fraction = 0.75
     network: Fraction = 0.8
     host: Fraction = 0.8
@@ -43,15 +47,19 @@ class Efficiency(Section):
 
     Each element takes 30 bytes of memory bandwidth. One core of an AMD EPYC reaches a third to a half of this rate.
     """
-    layer_s: NonNegative = 2e-4
-    """Seconds to launch the kernels of a layer in a forward pass without CUDA graph. Backward takes twice as long."""
+    launches_ahead: bool = True
+    """Whether the host launches kernels while earlier ones run, so that only the longer of both counts. False on
+    CPUs."""
+    layer_s: NonNegative = 1.1e-3
+    """Seconds in which the host launches the kernels of a layer in a forward pass. Backward takes twice as long."""
     micro_batch_s: NonNegative = 2e-3
-    """Further seconds of a micro-batch in a forward pass: packing, log-probs and the loss. Backward takes as long
-    again."""
+    """Further seconds of the host for a micro-batch in a forward pass: packing, log-probs and the loss. Backward takes
+    as long again."""
     update_s: NonNegative = 2e-3
     """Further seconds of an optimizer step: clipping, and waits of the host."""
-    decode_layer_s: NonNegative = 1.5e-5
-    """Seconds of a layer in a decode step with CUDA graph, beyond its reads and products."""
+    decode_layer_s: NonNegative = 1.9e-5
+    """Seconds of a layer in a decode step with CUDA graph, beyond its reads and products: about 2 microseconds for each
+    of nine launches."""
     decode_step_s: NonNegative = 1e-3
     """Further seconds of a decode step: sampling, and scheduling the next step."""
     collective_s: NonNegative = 1.5e-5

@@ -55,8 +55,34 @@ BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA = 40_000_000, 1_000_000
 times the replicas."""
 UPDATE_COLLECTIVES = 8
 """Small collectives among replicas in an optimizer step: norms, finiteness, divisors, metrics."""
+MOVED_OF_HIDDEN, MOVED_OF_HEADS, MOVED_OF_MLP = (8, 8), (2, 3), (3, 5)
+"""Elements that a layer's fused kernels read and write (forward, backward): for each element of the hidden state, of
+queries, keys and values, and of the MLP. They are the counts of tools/benchmarks/launches.py."""
+MOVED_OF_LOGITS = (1, 2)
+"""The same for each logit. Their statistics read it, and their gradient takes its place."""
+ACCUMULATED_BYTES = 10
+"""Bytes per parameter and micro-batch: a gradient is read and added to its fp32 sum."""
 OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
 """Bytes per element of a rank's share: both moments are read and written, and the gradient is read."""
+
+
+@dataclass(frozen=True)
+class MicroBatchTime:
+    """The seconds of a micro-batch on a pipeline stage.
+
+    The device takes `per_token` for each token and `each` besides. The host takes `host`, at the same time if
+    `launches_ahead`.
+    """
+
+    per_token: float
+    each: float
+    host: float
+    launches_ahead: bool
+
+    def of(self, tokens: float) -> float:
+        """Returns the seconds of `tokens` tokens."""
+        device = self.per_token * tokens + self.each
+        return max(device, self.host) if self.launches_ahead else device + self.host
 
 
 @dataclass(frozen=True)
@@ -146,8 +172,7 @@ class TrainingTime:
         computed = self.computed(backward=True)
         samples = self.job.samples_per_replica(self.role) / self.job.config.batch.mini_batches
         tokens = samples * self.workload.sample * computed.share
-        per_token, each = self._stage(stage, computed, True)
-        both = per_token * tokens / self.num_micro_batches(tokens, computed) + each
+        both = self._stage(stage, computed, True).of(tokens / self.num_micro_batches(tokens, computed))
         return both / (1 + BACKWARD), both * BACKWARD / (1 + BACKWARD)
 
     def _passes(self, share: float, times: int, *, backward: bool) -> float:
@@ -156,12 +181,12 @@ class TrainingTime:
         Each part runs by 1F1B: its micro-batches, and the filling and emptying of the pipeline.
         """
         computed = self.computed(backward=backward)
-        seconds_per_token, seconds_each = self._micro_batch(computed, backward)
         samples = self.job.samples_per_replica(self.role) * share / times
         tokens = samples * self.workload.sample * computed.share
         num = self.num_micro_batches(tokens, computed)
         filling = (self.grid.pp - 1) / self.grid.vpp
-        return times * (num + filling) / num * (tokens * seconds_per_token + num * seconds_each)
+        stages = (self._stage(stage, computed, backward) for stage in range(self.grid.pp))
+        return times * (num + filling) * max(stage.of(tokens / num) for stage in stages)
 
     def computed(self, *, backward: bool) -> Computed:
         """Returns the computed part of samples of mean length."""
@@ -175,12 +200,7 @@ class TrainingTime:
             limit = max(limit // computed.together, 1) * computed.together
         return max(1, ceil(tokens / limit))
 
-    def _micro_batch(self, computed: Computed, backward: bool) -> tuple[float, float]:
-        """Returns (seconds per token, further seconds) of a micro-batch on the slowest pipeline stage."""
-        costs = [self._stage(stage, computed, backward) for stage in range(self.grid.pp)]
-        return max(per_token for per_token, _ in costs), max(each for _, each in costs)
-
-    def _stage(self, stage: int, computed: Computed, backward: bool) -> tuple[float, float]:
+    def _stage(self, stage: int, computed: Computed, backward: bool) -> MicroBatchTime:
         a, gpu, model = self.architecture, self.gpu, self.job.config.model
         recompute, layers = model.recomputed, layers_of_stage(a, self.grid, stage)
         experts = sum(layers) * expert_flops(a)
@@ -204,6 +224,7 @@ class TrainingTime:
         flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
         passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
+        per_token += self._moved_by_kernels(layers, bool(head), repeated, backward) / gpu.memory
         if backward:  # to the host and back, during the computation
             per_token = max(per_token, 2 * Activations(self.job, self.role, stage).leaving() / gpu.host)
         walks = 1 + backward + repeated
@@ -211,11 +232,39 @@ class TrainingTime:
         if self.links.ep.size > 1:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
         latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
-        each = walks * (len(layers) * gpu.efficiency.layer_s + gpu.efficiency.micro_batch_s) + latencies
+        host = (times + repeated) * len(layers) * gpu.efficiency.layer_s
+        host += (1 + backward) * gpu.efficiency.micro_batch_s
+        each = latencies
+        if backward:
+            each += learned_elements(self.job, self.role, stage).total * ACCUMULATED_BYTES / gpu.memory
         if self.grid.is_sharded:  # only the time beyond the computation
             collectives = gathering_s(self.job, self.role, self.links, backward=backward)
             each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
-        return per_token + walks * self._moved(layers) / self.grid.cp, each
+        per_token += walks * self._moved(layers) / self.grid.cp
+        return MicroBatchTime(per_token, each, host, gpu.efficiency.launches_ahead)
+
+    def _moved_by_kernels(self, layers: tuple[bool, ...], has_head: bool, repeated: float, backward: bool) -> float:
+        """Returns the bytes per token and rank that kernels move between products: norms, rotations, activations and
+        log-probs. `repeated` is the number of further forward passes through the layers."""
+        a, tp, moe = self.architecture, self.grid.tp, self.architecture.moe
+        of_experts = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size if moe else 0
+        ways = [(0, 1 + repeated), (1, 1)] if backward else [(0, 1)]
+        elements = 0.0
+        for way, times in ways:
+            hidden = MOVED_OF_HIDDEN[way] * a.hidden_size / (tp if self._is_split_between_layers else 1)
+            heads = MOVED_OF_HEADS[way] * (a.query_size + 2 * a.kv_size) / tp
+            mlps = sum(of_experts if sparse else a.ffn_hidden_size for sparse in layers) * MOVED_OF_MLP[way] / tp
+            elements += times * (len(layers) * (hidden + heads) + mlps)
+        moved = elements * self.job.item_bytes
+        if has_head:
+            moved += sum(MOVED_OF_LOGITS[: len(ways)]) * a.vocab_size / tp * self.job.logit_bytes
+        return self.gpu.efficiency.moved * moved / self.grid.cp
+
+    @property
+    def _is_split_between_layers(self) -> bool:
+        """Whether each tensor-parallel rank has a part of the tokens between layers."""
+        parallel = getattr(self.job.config, self.role).parallel or self.job.config.actor.parallel
+        return bool(parallel.sequence_parallel)
 
     def _attention_flops(self, computed: Computed) -> float:
         """Returns the FLOPs per computed token of attention in all layers.
