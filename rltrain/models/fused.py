@@ -594,7 +594,8 @@ def turned_groups(heads: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned_pair(queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Returns rotated queries and keys [tokens, heads, head_dim]. A token's heads are in one row of memory."""
+    """Returns rotated queries and keys [tokens, heads, head_dim]."""
     assert turn.norms is None, "norms come before"
-    turned: tuple[Tensor, Tensor] = _TurnedPair.apply(queries, keys, turn)
+    in_rows = (x if x.stride()[1:] == (x.size(2), 1) else x.contiguous() for x in (queries, keys))
+    turned: tuple[Tensor, Tensor] = _TurnedPair.apply(*in_rows, turn)
     return turned
