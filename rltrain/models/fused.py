@@ -16,9 +16,7 @@ from torch.autograd.function import once_differentiable
 ROWS = 16
 """Heads that a program rotates at a time."""
 COLUMNS = 1024
-"""Elements of a row that a program of a gated activation takes."""
-LARGEST_NORM = 32768
-"""Longest row of a norm. A program has a whole row in registers."""
+"""Elements that a program of a gated activation takes: of one row, or of several short ones."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -65,54 +63,58 @@ def _summed(parts: Tensor, num_first: int, first: Tensor, second: Tensor | None 
 
 @triton.jit
 def _norm_forward(
-    x, added, weight, total, normed, size, eps, offset, has_added: tl.constexpr, block: tl.constexpr
+    x, added, weight, total, normed, num_rows, size, eps, offset, has_added: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes a row per program. With `has_added` the row is the rounded sum of two, and `total` gets it."""
-    row = tl.program_id(0).to(tl.int64) * size
-    column = tl.arange(0, block)
-    mask = column < size
-    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    """Normalizes `rows` rows per program. With `has_added` a row is the rounded sum of two, and `total` gets it."""
+    row, column = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, block)
+    mask = (row < num_rows)[:, None] & (column < size)[None, :]
+    place = row[:, None] * size + column[None, :]
+    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if has_added:
-        values += tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)
+        values += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        tl.store(total + row + column, rounded, mask=mask)
+        tl.store(total + place, rounded, mask=mask)
         values = rounded.to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(values * values, 0) / size + eps)
-    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset
-    tl.store(normed + row + column, (values * scale * gain).to(normed.dtype.element_ty), mask=mask)
+    scale = 1 / tl.sqrt(tl.sum(values * values, 1) / size + eps)
+    gain = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
+    result = values * scale[:, None] * gain[None, :]
+    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _norm_backward(
     gradient, of_total, total, weight, of_rows, parts, num_rows, size, eps, offset,
-    has_of_total: tl.constexpr, has_parts: tl.constexpr, block: tl.constexpr,
+    has_of_total: tl.constexpr, has_parts: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of rows, and this program's part of the gradient of the weight."""
     column = tl.arange(0, block)
-    mask = column < size
-    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset
+    gain = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
     part = tl.zeros([block], tl.float32)
-    row = tl.program_id(0).to(tl.int64) * size + column
-    for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        values = tl.load(total + row, mask=mask, other=0.0).to(tl.float32)
-        given = tl.load(gradient + row, mask=mask, other=0.0).to(tl.float32)
-        scale = 1 / tl.sqrt(tl.sum(values * values, 0) / size + eps)
+    for start in range(tl.program_id(0) * rows, num_rows, tl.num_programs(0) * rows):
+        row = start + tl.arange(0, rows).to(tl.int64)
+        mask = (row < num_rows)[:, None] & (column < size)[None, :]
+        place = row[:, None] * size + column[None, :]
+        values = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
+        given = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
+        scale = (1 / tl.sqrt(tl.sum(values * values, 1) / size + eps))[:, None]
         values *= scale
         if has_parts:
-            part += given * values
-        given *= gain
-        result = (given - values * (tl.sum(given * values, 0) / size)) * scale
+            part += tl.sum(given * values, 0)
+        given *= gain[None, :]
+        result = (given - values * (tl.sum(given * values, 1) / size)[:, None]) * scale
         if has_of_total:
-            result += tl.load(of_total + row, mask=mask, other=0.0).to(tl.float32)
-        tl.store(of_rows + row, result.to(of_rows.dtype.element_ty), mask=mask)
-        row += tl.num_programs(0) * size
+            result += tl.load(of_total + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(of_rows + place, result.to(of_rows.dtype.element_ty), mask=mask)
     if has_parts:
-        tl.store(parts + tl.program_id(0) * size + column, part, mask=mask)
+        tl.store(parts + tl.program_id(0) * size + column, part, mask=column < size)
 
 
-def _block_of(size: int) -> dict[str, int]:
+def _tile(size: int, elements: int = 2048) -> dict[str, int]:
+    """Returns the tile of a program that has whole rows: about so many elements."""
     block = triton.next_power_of_2(size)
-    return {"block": block, "num_warps": min(16, max(4, block // 512))}
+    rows = max(1, elements // block)
+    return {"rows": rows, "block": block, "num_warps": min(16, max(4, rows * block // 512))}
 
 
 class _AddedNorm(torch.autograd.Function):
@@ -129,8 +131,9 @@ class _AddedNorm(torch.autograd.Function):
         total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
         normed = torch.empty_like(x, dtype=weight.dtype)
         size = x.size(-1)
-        other, own = x if added is None else added, {"has_added": added is not None, **_block_of(size)}
-        launch(_norm_forward, (x.numel() // size,), x, other, weight, total, normed, size, eps, offset, **own)
+        num_rows, tile, other = x.numel() // size, _tile(size), x if added is None else added
+        grid, numbers = (triton.cdiv(num_rows, tile["rows"]),), (num_rows, size, eps, offset)
+        launch(_norm_forward, grid, x, other, weight, total, normed, *numbers, has_added=added is not None, **tile)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.offset, ctx.types = eps, offset, (x.dtype, None if added is None else added.dtype)
         ctx.set_materialize_grads(False)
@@ -155,7 +158,8 @@ def _norm_gradients(
     num_rows = total.numel() // size
     of_rows, of_normed = torch.empty_like(total), of_normed.contiguous()
     needs_weight = ctx.needs_input_grad[2]
-    programs = _num_programs(total, num_rows)
+    tile = _tile(size)
+    programs = _num_programs(total, triton.cdiv(num_rows, tile["rows"]))
     parts = torch.empty(programs if needs_weight else 1, size, device=total.device, dtype=torch.float32)
     launch(
         _norm_backward,
@@ -164,7 +168,7 @@ def _norm_gradients(
         *(num_rows, size, ctx.eps, ctx.offset),
         has_of_total=of_total is not None,
         has_parts=needs_weight,
-        **_block_of(size),
+        **tile,
     )
     if not needs_weight:
         return of_rows, None
@@ -189,11 +193,13 @@ def added_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: flo
 
 
 @triton.jit
-def _gate_forward(gate, up, made, gate_stride, up_stride, size, block: tl.constexpr):
-    """Computes silu(gate) * up for some columns of a row per program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    mask = column < size
+def _gate_forward(
+    gate, up, made, num_rows, gate_stride, up_stride, size, rows: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Computes silu(gate) * up for some columns of some rows per program."""
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
+    column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
+    mask = (row < num_rows) & (column < size)
     x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(made + row * size + column, (x * tl.sigmoid(x) * y).to(made.dtype.element_ty), mask=mask)
@@ -201,12 +207,13 @@ def _gate_forward(gate, up, made, gate_stride, up_stride, size, block: tl.conste
 
 @triton.jit
 def _gate_backward(
-    gradient, gate, up, of_gate, of_up, gate_stride, up_stride, of_gate_stride, of_up_stride, size, block: tl.constexpr
-):
-    """Computes the gradients of gate and up for some columns of a row per program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    mask = column < size
+    gradient, gate, up, of_gate, of_up, num_rows, gate_stride, up_stride, of_gate_stride, of_up_stride, size,
+    rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Computes the gradients of gate and up for some columns of some rows per program."""
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
+    column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
+    mask = (row < num_rows) & (column < size)
     given = tl.load(gradient + row * size + column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -216,21 +223,28 @@ def _gate_backward(
     tl.store(of_up + row * of_up_stride + column, (given * x * share).to(of_up.dtype.element_ty), mask=mask)
 
 
+def _grid(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    num_rows, size = gate.shape
+    block = min(COLUMNS, triton.next_power_of_2(size))
+    rows = COLUMNS // block
+    return (triton.cdiv(num_rows, rows), triton.cdiv(size, block)), {"rows": rows, "block": block}
+
+
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up of [rows, size] each, whose rows may lie apart."""
-    rows, size = gate.shape
-    made = torch.empty(rows, size, device=gate.device, dtype=gate.dtype)
-    grid = rows, triton.cdiv(size, COLUMNS)
-    launch(_gate_forward, grid, gate, up, made, gate.stride(0), up.stride(0), size, block=COLUMNS)
+    num_rows, size = gate.shape
+    made = torch.empty(num_rows, size, device=gate.device, dtype=gate.dtype)
+    grid, tile = _grid(gate)
+    launch(_gate_forward, grid, gate, up, made, num_rows, gate.stride(0), up.stride(0), size, **tile)
     return made
 
 
 def _gate_gradients(gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor) -> None:
     """Writes the gradients of gate and up, [rows, size] each."""
-    rows, size = gate.shape
+    num_rows, size = gate.shape
     strides = (x.stride(0) for x in (gate, up, of_gate, of_up))
-    grid = rows, triton.cdiv(size, COLUMNS)
-    launch(_gate_backward, grid, gradient, gate, up, of_gate, of_up, *strides, size, block=COLUMNS)
+    grid, tile = _grid(gate)
+    launch(_gate_backward, grid, gradient, gate, up, of_gate, of_up, num_rows, *strides, size, **tile)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -594,7 +608,8 @@ def turned_groups(heads: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned_pair(queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Returns rotated queries and keys [tokens, heads, head_dim]. A token's heads are in one row of memory."""
+    """Returns rotated queries and keys [tokens, heads, head_dim]."""
     assert turn.norms is None, "norms come before"
-    turned: tuple[Tensor, Tensor] = _TurnedPair.apply(queries, keys, turn)
+    in_rows = (x if x.stride()[1:] == (x.size(2), 1) else x.contiguous() for x in (queries, keys))
+    turned: tuple[Tensor, Tensor] = _TurnedPair.apply(*in_rows, turn)
     return turned

@@ -1,15 +1,20 @@
-"""Packed sequences in transformers' models: attention, gated delta nets, context parallelism by heads."""
+"""Packed sequences in transformers' models: attention, delta nets, context parallelism by heads, fused kernels."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from inspect import unwrap
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from rltrain.models.attention import fused_kernels_for
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import (
@@ -121,7 +126,8 @@ def packed_attention(
             f"{type(module).__name__} of transformers does not pass the arguments of its model's call to attention, so "
             "it cannot separate packed sequences and actor.backend fsdp cannot train it; use actor.backend: megatron"
         )
-    rows = HeadRows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
+    # Not x[0]: its gradient would be copied into zeros.
+    rows = HeadRows(*(x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value)))
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
     if isinstance(sequences, SequenceSlices):
         heads = HeadRows(*sequences.scattered(rows))
@@ -208,3 +214,94 @@ def _heads(net: Any, packed: PackedStates, mixed: Tensor, gate: Tensor, weights:
     taken, kept = gates(weights, decays, net.A_log, net.dt_bias)
     heads, _ = gated_delta_rule(queries, keys, values, taken, kept, packed)
     return gated_norm(heads, gate, net.norm.weight, net.layer_norm_epsilon).flatten(1)
+
+
+# Fused kernels in transformers' models.
+#
+# Families in transformers have copies of Llama's modules. A copy with the same code is computed by fused kernels.
+
+
+def compute_fused(module: torch.nn.Module) -> None:
+    """Makes norms, rotations and gated MLPs in `module` use fused kernels on devices that have them."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    for part in cast(Iterable[Any], module.modules()):
+        kind = type(part)
+        if _same_code(kind.forward, LlamaRMSNorm.forward):
+            part.forward = _norm_of(part, part.forward, part.variance_epsilon, 0.0)
+        elif _same_code(kind.forward, Gemma2RMSNorm.forward) and _same_code(kind._norm, Gemma2RMSNorm._norm):
+            part.forward = _norm_of(part, part.forward, part.eps, 1.0)
+        elif _same_code(kind.forward, LlamaMLP.forward) and _is_silu(part.act_fn):
+            part.forward = _gated_mlp_of(part, part.forward)
+        _rotate_fused(sys.modules[kind.__module__])
+
+
+def _same_code(function: Any, other: Any) -> bool:
+    one, two = (_code_of(x) for x in (function, other))
+    return one is not None and one == two
+
+
+def _code_of(function: Any) -> object:
+    """Returns what a function does, without its documentation."""
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    numbers = tuple(constant for constant in code.co_consts if not isinstance(constant, str))
+    return code.co_code, code.co_names, code.co_varnames, numbers
+
+
+def _is_silu(activation: Any) -> bool:
+    points = torch.linspace(-4, 4, 9)
+    return torch.equal(activation(points), F.silu(points))
+
+
+def _norm_of(norm: Any, plain: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        kernels = fused_kernels_for(hidden_states)
+        if kernels is None:
+            return plain(hidden_states)
+        normed: Tensor = kernels.rms_norm(hidden_states, norm.weight, eps, offset)
+        return normed.to(hidden_states.dtype) if offset else normed
+
+    return forward
+
+
+def _gated_mlp_of(mlp: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        kernels = fused_kernels_for(x)
+        if kernels is None:
+            return plain(x)
+        output: Tensor = mlp.down_proj(kernels.gated_product(mlp.gate_proj(x), mlp.up_proj(x)))
+        return output
+
+    return forward
+
+
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the function that a family's attention looks up in its module."""
+
+
+def _rotate_fused(family: Any) -> None:
+    """Replaces the rotation in a module of transformers, unless its code differs from Llama's."""
+    from transformers.models.llama import modeling_llama
+
+    plain: Any = getattr(family, ROTATION, None)
+    names = (ROTATION, "rotate_half")
+    copies = all(_same_code(getattr(family, name, None), getattr(modeling_llama, name)) for name in names)
+    if not copies or hasattr(plain, "by_kernels"):
+        return
+
+    @wraps(plain)
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """Rotates queries and keys [1, heads, rows, head_dim]."""
+        kernels = fused_kernels_for(q)
+        if kernels is None or unsqueeze_dim != 1 or len(q) != 1 or len(cos) != 1:
+            return cast(tuple[Tensor, Tensor], plain(q, k, cos, sin, unsqueeze_dim))
+        rows = (x.squeeze(0).transpose(0, 1) for x in (q, k))
+        turn = kernels.Turn(cos.squeeze(0), sin.squeeze(0), cos.size(-1) // 2)
+        queries, keys = (x.transpose(0, 1)[None] for x in kernels.turned_pair(*rows, turn))
+        return queries, keys
+
+    rotated.by_kernels = True  # type: ignore[attr-defined]
+    setattr(family, ROTATION, rotated)

@@ -34,6 +34,7 @@ from rltrain.config.models import Lora
 from rltrain.config.schema import FakeQuantization
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
+from rltrain.models.attention import fused_kernels
 from rltrain.models.experts import is_expert
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
 from rltrain.models.registry import FAMILIES
@@ -51,6 +52,7 @@ from rltrain.training.fsdp_attention import (
     NAME,
     SEQUENCES,
     SequenceSlices,
+    compute_fused,
     compute_packed,
     register,
     spread_heads,
@@ -457,6 +459,8 @@ class ShardedModel(PackedModel):
         _check_parameters(self.named(), architecture, folder)
         if architecture.delta:
             compute_packed(self.module)
+        if fused_kernels(device) is not None:
+            compute_fused(self.module)
         self.adapters = ShardedAdapters(self.module, architecture, lora, seed, tower) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)

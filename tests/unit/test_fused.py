@@ -181,10 +181,10 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
     head |= {"half_block": 64, "rest_block": 1}
     constants: dict[str, dict[str, object]] = {
         "_sum_parts": {"block": 128, "rows": 16},
-        "_norm_forward": {"has_added": True, "block": 4096},
-        "_norm_backward": {"has_of_total": True, "has_parts": True, "block": 4096},
-        "_gate_forward": {"block": 1024},
-        "_gate_backward": {"block": 1024},
+        "_norm_forward": {"has_added": True, "rows": 1, "block": 4096},
+        "_norm_backward": {"has_of_total": True, "has_parts": True, "rows": 1, "block": 4096},
+        "_gate_forward": {"rows": 1, "block": 1024},
+        "_gate_backward": {"rows": 1, "block": 1024},
         "_turn_forward": head,
         "_turn_backward": head | {"has_parts": True, "has_values": True, "head_block": 128},
     }

@@ -35,6 +35,7 @@ from rltrain.planning.options import SHIPPED
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training.fsdp_attention import compute_fused
 from rltrain.training.fsdp_model import empty_model
 from rltrain.training.megatron import platform
 from rltrain.training.megatron.model import LanguageModel, build_model
@@ -188,6 +189,7 @@ def fsdp_layers(architecture: Architecture, groups: ProcessGroups, lengths: list
     """Returns the counts of transformers' layers and of the norm after them. Shards are not gathered."""
     decoder: Any = empty_model(folder, architecture, torch.bfloat16).language_model.model  # type: ignore[union-attr]
     decoder.rotary_emb.to(META)
+    compute_fused(decoder)
     sequences: Any = packed_rows(lengths, META, PackedRows)
     hidden = torch.empty(
         1, sum(lengths), architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True

@@ -1,0 +1,178 @@
+"""Whole models with fused kernels, in Triton's interpreter, have the log-probs and gradients of models without them."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rltrain.algorithms.losses import likelihood_loss
+from rltrain.cli.parity import world_of_one
+from rltrain.data.experience import Experience
+from rltrain.models import attention, fused
+from rltrain.runtime.grid import Grid
+from rltrain.runtime.process_groups import ProcessGroups
+from tests.support.family_checkpoints import make_family_checkpoint
+from tests.support.marks import slow_but
+from tests.support.packed_experience import plain_experience
+from tests.support.sharded_models import reading_in_training
+from tests.support.trained_models import CPU, groups_on, in_training, megatron_model, summed_gradients
+from tools.benchmarks import launches
+
+GRID, GRID_OF_FSDP = Grid((0,)), Grid((0,), copies=1)
+LENGTHS, MAX_TOKENS = (5, 9), 256
+TOLERANCE = 1e-4
+"""Largest difference of log-probs, and of gradients relative to their largest element."""
+MOST_LAUNCHES = {"megatron": 40, "fsdp": 50}
+"""Launches of a layer, forward and backward. 28 layers of Megatron then have at most 1,200, with 80 for all else."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[ProcessGroups]:
+    with world_of_one(CPU):
+        yield groups_on([GRID, GRID_OF_FSDP])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Lets CPUs use the kernels. Returns a function for the names of those launched since its last call."""
+    names: list[str] = []
+    launch = fused.launch
+
+    def noting(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(fused, "launch", noting)
+    monkeypatch.setattr(attention, "fused_kernels", lambda device: fused)
+
+    def take() -> list[str]:
+        taken = sorted(set(names))
+        names.clear()
+        return taken
+
+    return take
+
+
+ROTATION_AND_NORMS = ["_norm_backward", "_norm_forward", "_sum_parts", "_turn_backward", "_turn_forward"]
+SWIGLU = ["_gate_backward", "_gate_forward"]
+FAMILIES = {
+    "qwen3": [*SWIGLU, *ROTATION_AND_NORMS],
+    "llama": [*SWIGLU, *ROTATION_AND_NORMS],
+    "gemma2": ROTATION_AND_NORMS,
+    "glm4": [*SWIGLU, *ROTATION_AND_NORMS],
+    "phi4_mini": [*SWIGLU, *ROTATION_AND_NORMS],
+    "qwen3_moe": [*SWIGLU, *ROTATION_AND_NORMS],
+    "qwen3_5": [*SWIGLU, *ROTATION_AND_NORMS[:3]],
+}
+"""Kernels that a family uses with Megatron. Gemma's activation is GELU, and gated attention rotates without kernels."""
+
+
+def samples_of(path: Path) -> Experience:
+    return plain_experience(LENGTHS, load_file(path / "expected.safetensors")["tokens"][: sum(LENGTHS)])
+
+
+def of_megatron(path: Path, groups: ProcessGroups, **settings: Any) -> dict[str, Tensor]:
+    model = megatron_model(path, GRID, groups, **settings)
+    trained = in_training(model, updates=1, max_tokens=MAX_TOKENS, optimizer={}, distributed_optimizer=False)
+    samples = samples_of(path)
+    logprobs = trained.evaluate(samples, max_tokens=MAX_TOKENS)
+    return {"logprobs": logprobs} | summed_gradients(trained, samples, likelihood_loss())
+
+
+def of_fsdp(path: Path, groups: ProcessGroups) -> dict[str, Tensor]:
+    trained = reading_in_training(path, GRID_OF_FSDP, groups, max_tokens=MAX_TOKENS)
+    samples = samples_of(path)
+    logprobs = trained.evaluate(samples, max_tokens=MAX_TOKENS)
+    trained.accumulate(samples, likelihood_loss())
+    gradients = {name: one.grad.to_local() for name, one in trained.model.named().items() if one.grad is not None}  # type: ignore[attr-defined]
+    return {"logprobs": logprobs} | gradients
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        scale = max(1e-3, float(values.abs().max())) if name != "logprobs" else 1.0
+        assert float((found[name] - values).abs().max()) / scale < TOLERANCE, name
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+def test_megatron_layers(
+    family: str,
+    tmp_path: Path,
+    groups: ProcessGroups,
+    launched: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = make_family_checkpoint(family, tmp_path)
+    found = of_megatron(path, groups)
+    assert launched() == sorted(FAMILIES[family])
+    monkeypatch.setattr(attention, "fused_kernels", lambda device: None)
+    assert_alike(found, of_megatron(path, groups))
+    assert launched() == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"dtype": "bfloat16", "residual_dtype": "float32"},
+    ],
+)
+@pytest.mark.slow
+def test_megatron_layers_that_are_recomputed_or_wide(
+    settings: dict[str, str], tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]
+) -> None:
+    """bf16 is compared with fp32: kernels round each formula once."""
+    path = make_family_checkpoint("qwen3", tmp_path)
+    expected, found = of_megatron(path, groups), of_megatron(path, groups, **settings)
+    assert launched() == sorted(FAMILIES["qwen3"])
+    if settings.get("dtype") == "bfloat16":
+        for name, values in expected.items():
+            error = float((found[name].float() - values).norm() / values.norm())
+            assert error < 0.05, (name, error)
+    else:
+        assert_alike(found, expected)
+
+
+OF_FSDP = {
+    "qwen3": [*SWIGLU, *ROTATION_AND_NORMS],
+    "gemma2": ROTATION_AND_NORMS,
+    "glm4": ROTATION_AND_NORMS[:3],
+    "qwen3_5": [*SWIGLU, *ROTATION_AND_NORMS[:3]],
+}
+"""Kernels that transformers' modules use. GLM has its own rotation and MLP there."""
+
+
+@pytest.mark.parametrize("family", slow_but(OF_FSDP, "qwen3"))
+def test_transformers_layers(
+    family: str,
+    tmp_path: Path,
+    groups: ProcessGroups,
+    launched: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = make_family_checkpoint(family, tmp_path)
+    # Modules were built for this device, so FSDP's model asks for kernels when it is made and at every call.
+    monkeypatch.setattr("rltrain.training.fsdp_model.fused_kernels", lambda device: fused)
+    found = of_fsdp(path, groups)
+    assert launched() == sorted(OF_FSDP[family])
+    monkeypatch.setattr(attention, "fused_kernels", lambda device: None)
+    assert_alike(found, of_fsdp(path, groups))
+    assert launched() == []
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_launches_of_a_layer(backend: str, counted: dict[str, launches.Counts]) -> None:
+    assert sum(counted[backend].launches.values()) <= MOST_LAUNCHES[backend]
+
+
+@pytest.fixture(scope="module")
+def counted(groups: ProcessGroups) -> dict[str, launches.Counts]:
+    return launches.measure(launches.SHIPPED / "Qwen3-0.6B", [512, 512])
