@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rltrain.training import logprobs as module
-from rltrain.training.logprobs import LabelledRows, Logits, vocab_parallel_logprobs
+from rltrain.training import vocabulary as module
+from rltrain.training.vocabulary import LabelledRows, Logits, vocab_parallel_logprobs
 
 ROWS = 7
 
