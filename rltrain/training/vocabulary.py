@@ -20,7 +20,9 @@ from rltrain.models.products import wide_product
 # columns, in forward and again in backward. They are never held for all rows and columns, unless they are few.
 
 CHUNK_ELEMENTS = 1 << 26
-"""Most logits kept from forward to backward, and in working memory where rows need all of their columns."""
+"""Most logits in working memory where rows need all of their columns."""
+KEPT_ELEMENTS = {"cpu": 1 << 28, "cuda": 1 << 26}
+"""Most logits kept from forward to backward, by type of device. On CPUs products take longer than memory."""
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Most logits of a tile, by type of device."""
 TILE_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
@@ -71,7 +73,7 @@ class Logits:
 
     def tiles(self, num_valid: int) -> tuple[list[slice], list[slice]]:
         """Returns slices of the rows, and of the first `num_valid` columns. A tile has a slice of each."""
-        kind = "cpu" if self.states.device.type == "cpu" else "cuda"
+        kind = _kind(self.states)
         elements, rows = TILE_ELEMENTS[kind], max(min(len(self), TILE_ROWS[kind]), 1)
         rows_of_all_columns = max(elements // max(num_valid, 1), 1)
         if rows_of_all_columns >= min(rows, TILE_ROWS[kind] // 4):
@@ -82,6 +84,10 @@ class Logits:
         """Returns the token id of the first column, and the number of columns without padding."""
         first = group.rank() * self.num_columns
         return first, min(max(vocab_size - first, 0), self.num_columns)
+
+
+def _kind(tensor: Tensor) -> str:
+    return "cpu" if tensor.device.type == "cpu" else "cuda"
 
 
 def _slices(length: int, at_once: int) -> list[slice]:
@@ -258,8 +264,8 @@ def _whole_rows(logits: Logits, num_valid: int, scale: float) -> Iterator[tuple[
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the inputs of the logits without a copy, the labels and two numbers per row. Backward recomputes the rest,
-    but for few logits."""
+    """Saves the inputs of the logits without a copy, the labels, two numbers per row, and as many logits as may be
+    kept. Backward recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -272,8 +278,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide, softcap, num_valid, scale, may_keep = how
         tiles = _tiles_of(Logits(states, weight, wide, softcap), labels, num_valid, scale)
-        if may_keep and any(ctx.needs_input_grad) and len(states) * num_valid <= CHUNK_ELEMENTS:
-            tiles.kept = {}
+        if may_keep and weight is not None and any(ctx.needs_input_grad):
+            tiles.num_kept = KEPT_ELEMENTS[_kind(states)]
         found = _statistics(tiles, group)
         log_normalizer = found.maximum + found.exp_sum.log()
         entropy = log_normalizer - found.maximum - found.weighted_sum / found.exp_sum
@@ -289,7 +295,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         wide, softcap, num_valid, scale, _ = ctx.how
         labels = _Labels(columns, rows, *ctx.of_labels)
         tiles = _tiles_of(Logits(states, weight, wide, softcap), labels, num_valid, scale)
-        tiles.kept, ctx.kept = ctx.kept, None  # they are overwritten, so a second backward computes them again
+        tiles.kept, ctx.kept = ctx.kept, {}  # they are overwritten, so a second backward computes them again
         of_labels = (torch.zeros_like(columns, dtype=torch.float32) if of_logprobs is None else of_logprobs) * scale
         # d logprob / d logit = [label] - p;  d entropy / d logit = -p (log p + entropy)
         factor = labels.sums(of_labels, len(states)).neg_()
@@ -422,10 +428,23 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds a @ b to the fp32 `total`."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    elif a.is_cuda:
+    elif not a.is_cuda:
+        total += a @ b
+    elif _adds_to_fp32(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        total += a @ b
+        total += torch.mm(a, b, out_dtype=torch.float32)
+
+
+@functools.cache
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether torch adds products of factors in `dtype` to an fp32 matrix in place. Some releases refuse it."""
+    total, factor = torch.ones(16, 16, device=device), torch.eye(16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 1 + factor).all())
 
 
 # Tiles of logits: what is computed of each, and turned into its gradient.
@@ -437,30 +456,37 @@ class _Tiles:
     def __init__(self, logits: Logits, labels: _Labels, num_valid: int, scale: float) -> None:
         self.logits, self.labels, self.num_valid, self.scale = logits, labels, num_valid, scale
         self.rows, self.columns = logits.tiles(num_valid)
-        self.kept: dict[tuple[int, int], Tensor] | None = None
-        """Logits for backward, by the first row and column of the tile. None: they are not kept."""
+        self.kept = dict[tuple[int, int], Tensor]()
+        """Tiles for backward, by their first row and column."""
+        self.num_kept = 0
+        """Number of logits that may still be kept."""
 
     @functools.cached_property
     def _labels_of(self) -> "Callable[[slice, slice], _LabelsOfTile]":
         return self.labels.by_tile(self.rows, self.columns)
+
+    def _keep(self, rows: slice, columns: slice, tile: Tensor) -> bool:
+        """Keeps the tile for backward if it may be kept. Returns whether it is."""
+        if tile.numel() > self.num_kept:
+            return False
+        self.num_kept -= tile.numel()
+        self.kept[rows.start, columns.start] = tile
+        return True
 
     def read(self, rows: slice, columns: slice, statistics: _Statistics) -> None:
         """Adds a tile to the statistics."""
         scaled, labels = self.logits.scaled((rows, columns), self.scale), self._labels_of(rows, columns)
         statistics.targets[labels.chosen] = labels.masked(scaled.flatten()[labels.places])
         maximum = scaled.amax(1)
-        if self.kept is None:
-            shifted = scaled.sub_(maximum[:, None])
-        else:
-            self.kept[rows.start, columns.start] = scaled
-            shifted = scaled - maximum[:, None]
+        is_kept = self._keep(rows, columns, scaled)
+        shifted = scaled - maximum[:, None] if is_kept else scaled.sub_(maximum[:, None])
         exponentials = shifted.exp()
         weighted_sum = shifted.mul_(exponentials).sum(1)
         statistics.add(rows, (maximum, exponentials.sum(1), weighted_sum), is_first=columns.start == 0)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
         """Returns the gradients of a tile's logits, [rows, columns], fp32 or in the type of the weights."""
-        scaled = self.kept.pop((rows.start, columns.start)) if self.kept else None
+        scaled = self.kept.pop((rows.start, columns.start), None)
         if scaled is None:
             scaled = self.logits.scaled((rows, columns), self.scale)
         softcap, labels = self.logits.softcap, self._labels_of(rows, columns)
@@ -485,13 +511,12 @@ class _KernelTiles(_Tiles):
 
     def read(self, rows: slice, columns: slice, statistics: _Statistics) -> None:
         products = self.logits.products(rows, columns)
-        if self.kept is not None:
-            self.kept[rows.start, columns.start] = products
+        self._keep(rows, columns, products)
         first, cap = (rows.start, columns.start), self.logits.softcap
         self._kernels.read(products, first, statistics.of_rows, statistics.targets, self._arguments, self.scale, cap)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
-        products = self.kept.pop((rows.start, columns.start)) if self.kept else None
+        products = self.kept.pop((rows.start, columns.start), None)
         if products is None:
             products = self.logits.products(rows, columns)
         assert self.logits.weight is not None

@@ -127,7 +127,7 @@ def _small_tiles() -> Iterator[None]:
     with (
         patch.dict(vocabulary.TILE_ELEMENTS, cpu=37 * 8),
         patch.dict(vocabulary.TILE_ROWS, cpu=37),
-        patch.object(vocabulary, "CHUNK_ELEMENTS", 0),
+        patch.dict(vocabulary.KEPT_ELEMENTS, cpu=0),
     ):
         yield
 

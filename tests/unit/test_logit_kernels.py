@@ -42,7 +42,7 @@ class Case:
     softcap: float | None
     has_entropy: bool
     tile: tuple[int, int]
-    is_kept: bool
+    kept: int
     seed: int
 
     @property
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
         softcap=draw(st.sampled_from([None, 2.0])),
         has_entropy=draw(st.booleans()),
         tile=draw(st.sampled_from([(20, 1), (40, 2), (60, 8), (1000, 8)])),
-        is_kept=draw(st.booleans()),
+        kept=draw(st.sampled_from([0, 50, 10_000])),
         seed=draw(st.integers(0, 100)),
     )
 
@@ -85,7 +85,7 @@ def computed(case: Case, dtype: torch.dtype, *, wide: bool = False, kernels: Any
         patch.setattr(vocabulary, "_kernels", lambda device: kernels)
         patch.setitem(vocabulary.TILE_ELEMENTS, "cpu", elements)
         patch.setitem(vocabulary.TILE_ROWS, "cpu", rows)
-        patch.setattr(vocabulary, "CHUNK_ELEMENTS", 10_000 if case.is_kept else 0)
+        patch.setitem(vocabulary.KEPT_ELEMENTS, "cpu", case.kept)
         group: Any = Alone()
         logprobs, entropy = vocab_parallel_logprobs(
             Logits(states, weight, wide, case.softcap),
@@ -140,7 +140,7 @@ def test_kernels_equal_log_softmax_of_whole_logits(case: Case) -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "capped"])
 def test_kernels_round_half_precision_like_torch(softcap: float | None, wide: bool) -> None:
     """Triton's interpreter cuts numbers to bfloat16 where GPUs round, so these differ by up to one unit."""
-    case = Case((1, 2, 0), 40, 37, 0.6, softcap, has_entropy=True, tile=(60, 2), is_kept=False, seed=1)
+    case = Case((1, 2, 0), 40, 37, 0.6, softcap, has_entropy=True, tile=(60, 2), kept=0, seed=1)
     found = computed(case, torch.bfloat16, wide=wide)
     by_torch = computed(case, torch.bfloat16, wide=wide, kernels=None)
     is_cut = softcap is not None and not wide
@@ -150,7 +150,7 @@ def test_kernels_round_half_precision_like_torch(softcap: float | None, wide: bo
 
 
 def test_rows_may_have_more_columns_than_a_block() -> None:
-    case = Case((1, 1), 5000, 4990, 1.0, None, has_entropy=True, tile=(20_000, 2), is_kept=True, seed=2)
+    case = Case((1, 1), 5000, 4990, 1.0, None, has_entropy=True, tile=(20_000, 2), kept=10_000, seed=2)
     for found, expected in zip(computed(case, torch.float32), expected_of(case), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
