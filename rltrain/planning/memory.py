@@ -59,7 +59,7 @@ SGLANG_MEMORY_FRACTION = 0.85
 """Share of the device for weights, keys and values if rollout.sglang.args has no mem_fraction_static. SGLang's own
 choice depends on the device and is close to this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
-"""Most logits at a time on a GPU, and most logits that backward does not recompute."""
+"""Most logits at a time on a GPU, and most logits that are kept for backward."""
 LOGPROB_COPIES = 2
 FIELD_BYTES = 80
 """Bytes of a token's fields on the device, of its row, and of its log-prob with a gradient."""
@@ -332,10 +332,10 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
     return tile * (job.logit_bytes * (1 + trains) + FP32 * LOGPROB_COPIES) + summed
 
 
-def recomputes_logits(job: PlannedJob, role: str) -> bool:
-    """Returns whether backward computes the logits of a micro-batch again."""
+def recomputed_logits(job: PlannedJob, role: str) -> float:
+    """Returns the share of a micro-batch's logits that backward computes again."""
     columns = -(-job.architectures[role].vocab_size // job.grids[role].tp)
-    return job.micro_batch_rows(role) * columns > LOGPROB_CHUNK_ELEMENTS
+    return max(0.0, 1 - LOGPROB_CHUNK_ELEMENTS / (job.micro_batch_rows(role) * columns))
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from rltrain.models.flops import (
 from rltrain.planning.activation_memory import Activations
 from rltrain.planning.hardware import Gpu, GridLinks
 from rltrain.planning.image_estimates import encoding_s
-from rltrain.planning.memory import kv_bytes, recomputes_logits, state_bytes
+from rltrain.planning.memory import kv_bytes, recomputed_logits, state_bytes
 from rltrain.planning.optimizer_memory import (
     gathering_s,
     learned_elements,
@@ -215,7 +215,7 @@ class TrainingTime:
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
         attended = times + (backward if recompute.repeats("core_attn") else repeated)
         of_attention = attended * attention / gpu.efficiency.attention
-        of_head = (multiplied + (backward and recomputes_logits(self.job, self.role))) * head
+        of_head = (multiplied + backward * recomputed_logits(self.job, self.role)) * head
         at_peak = (multiplied + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
         if backward and recompute.repeats("mlp"):
             at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul

@@ -65,11 +65,12 @@ from rltrain.training.fsdp_vision import (
     inputs_with_images,
     positions_around_images,
 )
-from rltrain.training.logprobs import Logits, PackedModel, groups_of_rank
+from rltrain.training.logprobs import PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
 from rltrain.training.sliced_attention import SlicedRows, tree_rows
 from rltrain.training.tower_pass import Shown, Sight, TowerPass, pieces_of
+from rltrain.training.vocabulary import Logits
 
 # Low-rank adapters of transformers' experts. The experts' matrices are stacked in parameters of a layer.
 

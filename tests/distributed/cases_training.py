@@ -23,7 +23,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training import logprobs
+from rltrain.training import vocabulary
 from rltrain.training.megatron import attention, norms, platform
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
@@ -125,9 +125,9 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
 def _small_tiles() -> Iterator[None]:
     """Limits tiles of logits to 37 rows and 8 columns, and keeps none for backward."""
     with (
-        patch.dict(logprobs.TILE_ELEMENTS, cpu=37 * 8),
-        patch.dict(logprobs.TILE_ROWS, cpu=37),
-        patch.object(logprobs, "CHUNK_ELEMENTS", 0),
+        patch.dict(vocabulary.TILE_ELEMENTS, cpu=37 * 8),
+        patch.dict(vocabulary.TILE_ROWS, cpu=37),
+        patch.dict(vocabulary.KEPT_ELEMENTS, cpu=0),
     ):
         yield
 

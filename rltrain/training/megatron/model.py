@@ -31,7 +31,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import Chunk, chunks_of, megatron_layout, padded_vocab_size
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
-from rltrain.training.logprobs import Logits, PackedModel
+from rltrain.training.logprobs import PackedModel
 from rltrain.training.megatron.attention import (
     PositionRotaryEmbedding,
     TreeSequences,
@@ -74,6 +74,7 @@ from rltrain.training.megatron.prediction import (
 from rltrain.training.megatron.tower import SeeingTower, add_deepstack, with_images
 from rltrain.training.packing import MicroBatch, Packing
 from rltrain.training.tower_pass import Sight, TowerPass
+from rltrain.training.vocabulary import Logits
 
 # Consecutive layers of a model with optional embedding and head, built of megatron-core's modules.
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput
 from rltrain.models.prediction import PredictionNames
-from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
 from rltrain.training.megatron.layers import word_embedding
 from rltrain.training.megatron.norms import RMSNorm, parameter_device
 from rltrain.training.packing import MicroBatch, of_all_tokens
+from rltrain.training.vocabulary import Logits, vocab_parallel_logprobs
 
 LOSS = "mtp_loss"
 """Name of the metric of its loss."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rltrain.training import logprobs as module
-from rltrain.training.logprobs import LabelledRows, Logits, vocab_parallel_logprobs
+from rltrain.training import vocabulary as module
+from rltrain.training.vocabulary import LabelledRows, Logits, vocab_parallel_logprobs
 
 ROWS = 7
 
@@ -170,7 +170,7 @@ class Tiles:
     def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(module.TILE_ELEMENTS, "cpu", self.elements)
         monkeypatch.setitem(module.TILE_ROWS, "cpu", self.rows)
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", self.kept)
+        monkeypatch.setitem(module.KEPT_ELEMENTS, "cpu", self.kept)
 
 
 TILES = {
@@ -178,6 +178,7 @@ TILES = {
     "rows": Tiles(elements=8 * 64, rows=32, kept=0),
     "columns": Tiles(elements=700, rows=100, kept=0),
     "rows and columns": Tiles(elements=120, rows=30, kept=0),
+    "rows and columns, some kept": Tiles(elements=120, rows=30, kept=1000),
     "rows and columns, kept": Tiles(elements=120, rows=30, kept=10_000),
     "one": Tiles(elements=10_000, rows=100, kept=0),
 }
