@@ -14,7 +14,7 @@ from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention, Written
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TensorParallel
 
-# Kernels around the products of a layer. Without them each is several operators of torch.
+# Kernels around products, and for the end of a step. Without them each is several operators of torch.
 
 
 GATE_KERNELS = frozenset({"silu", "gelu_tanh", "sigmoid"})
@@ -27,13 +27,14 @@ class LayerKernels(NamedTuple):
     add_norm: Callable[..., Any]
     rotate_heads: Callable[..., tuple[Tensor, Any]]
     gate_rows: Callable[..., Tensor]
+    finish_step: Callable[..., None]
 
 
 def layer_kernels() -> LayerKernels:
     """Returns the kernels. Raises ImportError without Triton."""
-    from rltrain.rollout.embedded.triton_kernels import add_norm, gate_rows, rotate_heads
+    from rltrain.rollout.embedded.triton_kernels import add_norm, finish_step, gate_rows, rotate_heads
 
-    return LayerKernels(add_norm, rotate_heads, gate_rows)
+    return LayerKernels(add_norm, rotate_heads, gate_rows, finish_step)
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> tuple[LayerKernels | None, str]:

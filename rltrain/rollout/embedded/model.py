@@ -360,7 +360,7 @@ class EngineModel:
         record_routing: bool = False,
         kernels: LayerKernels | None = None,
     ) -> None:
-        self._tp, self._kernels = tensor_parallel, kernels
+        self._tp, self.kernels = tensor_parallel, kernels
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
         self._vocab_size, self._logits_softcap = architecture.vocab_size, architecture.logits_softcap
@@ -470,8 +470,8 @@ class EngineModel:
             self.observe(stage, hidden.settled())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits as float32, shape [tokens, padded vocab_size], equal on every rank. Padded columns are
-        -inf.
+        """Returns the logits in the dtype of their product, shape [tokens, padded vocab_size], equal on every rank.
+        Padded columns are -inf.
 
         Collective over: the engine's tensor-parallel group.
         """
@@ -480,12 +480,12 @@ class EngineModel:
             self.observe(FINAL_NORM, final)
         shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
         shard = shard if self._logits_softcap is None else soft_capped(shard, self._logits_softcap)
-        logits = self._tp.all_gather_columns(shard).float()
+        logits = self._tp.all_gather_columns(shard)
         logits[:, self._vocab_size :].fill_(float("-inf"))
         return logits
 
     def _residual(self, hidden: Tensor) -> Residual:
-        return Residual(hidden) if self._kernels is None else FusedResidual(hidden, self._kernels)
+        return Residual(hidden) if self.kernels is None else FusedResidual(hidden, self.kernels)
 
     def _embed(self, tokens: Tensor, shown: Shown | None) -> Residual:
         embedded = self._embedded(tokens).to(self._residual_dtype)

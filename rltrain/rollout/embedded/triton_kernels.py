@@ -55,7 +55,7 @@ def _draw(
     for first in range(0, tl.cdiv(vocab, block_tokens), blocks_at_once):
         blocks = (first + lane).to(tl.int64)
         columns = blocks[:, None] * block_tokens + place[None, :]
-        x = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")) / temperature
+        x = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32) / temperature
         most = tl.max(x, 1)
         floor = tl.maximum(most, _LOWEST)
         part = tl.sum(tl.exp(x - floor[:, None]), 1)
@@ -69,11 +69,11 @@ def _draw(
     normaliser = peak + tl.log(tl.sum(total * tl.exp(largest - peak), 0))
     chosen = tl.min(tl.where(best == tl.max(best, 0), best_block, vocab // block_tokens), 0)
     columns = tl.minimum(chosen * block_tokens + place, vocab - 1)
-    x = tl.load(logits + columns) / temperature
+    x = tl.load(logits + columns).to(tl.float32) / temperature
     score = tl.where(greedy, x, x + _gumbels(state, columns))
     token = tl.min(tl.where(score == tl.max(score, 0), columns, vocab - 1), 0)
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, tl.load(logits + token) / temperature - normaliser)
+    tl.store(logprobs + row, tl.load(logits + token).to(tl.float32) / temperature - normaliser)
 
 
 def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -87,6 +87,68 @@ def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: f
         blocks_at_once=_BLOCKS_AT_ONCE, block_tokens=BLOCK_TOKENS, is_greedy=temperature == 0, num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
+
+
+# The end of a step: its tokens go to the transcript and become the next input, and flags tell which responses end.
+
+_SLOTS_AT_ONCE = 128
+_TOKEN: tl.constexpr = tl.constexpr(streams_of.TOKEN)
+_POSITION: tl.constexpr = tl.constexpr(streams_of.POSITION)
+_DRAWN: tl.constexpr = tl.constexpr(streams_of.DRAWN)
+_PLACE: tl.constexpr = tl.constexpr(streams_of.PLACE)
+_LIMIT: tl.constexpr = tl.constexpr(streams_of.LIMIT)
+
+
+@triton.jit
+def _finish_step(
+    tokens, logprobs, stops, state, increments, stopped, failed, finished, all_tokens, all_logprobs,
+    num_slots, state_stride, increments_stride,
+    num_stops: tl.constexpr, slots_at_once: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) * slots_at_once + tl.arange(0, slots_at_once)
+    is_there = slot < num_slots
+    token = tl.load(tokens + slot, mask=is_there, other=0)
+    logprob = tl.load(logprobs + slot, mask=is_there, other=0.0)
+    state += slot
+    increments += slot
+    position = tl.load(state + _POSITION * state_stride, mask=is_there, other=0)
+    drawn = tl.load(state + _DRAWN * state_stride, mask=is_there, other=0)
+    place = tl.load(state + _PLACE * state_stride, mask=is_there, other=0)
+    limit = tl.load(state + _LIMIT * state_stride, mask=is_there, other=0)
+    tl.store(all_tokens + place, token, mask=is_there)
+    tl.store(all_logprobs + place, logprob, mask=is_there)
+    drawn += tl.load(increments + increments_stride, mask=is_there, other=0)
+    position += tl.load(increments, mask=is_there, other=0)
+    place += tl.load(increments + 2 * increments_stride, mask=is_there, other=0)
+    tl.store(state + _TOKEN * state_stride, token, mask=is_there)
+    tl.store(state + _POSITION * state_stride, position, mask=is_there)
+    tl.store(state + _DRAWN * state_stride, drawn, mask=is_there)
+    tl.store(state + _PLACE * state_stride, place, mask=is_there)
+    is_stop = slot < 0
+    for number in tl.static_range(num_stops):
+        is_stop = is_stop | (token == tl.load(stops + number))
+    is_wrong = (tl.abs(logprob) < float("inf")) == 0  # NaN too
+    tl.store(stopped + slot, is_stop, mask=is_there)
+    tl.store(failed + slot, is_wrong, mask=is_there)
+    tl.store(finished + slot, is_stop | is_wrong | (drawn >= limit), mask=is_there)
+
+
+def finish_step(
+    tokens: Tensor,
+    logprobs: Tensor,
+    stops: Tensor,
+    state: Tensor,
+    increments: Tensor,
+    flags: tuple[Tensor, Tensor, Tensor],
+    transcript: tuple[Tensor, Tensor],
+) -> None:
+    """Does the work of Slots.take for a step's `tokens` and `logprobs` [slots], with the slots' part of the state."""
+    num_slots = len(tokens)
+    _finish_step[triton.cdiv(num_slots, _SLOTS_AT_ONCE),](
+        tokens, logprobs, stops, state, increments, *flags, *transcript,
+        num_slots, state.stride(0), increments.stride(0),
+        num_stops=len(stops), slots_at_once=_SLOTS_AT_ONCE, num_warps=4,
+    )  # fmt: skip
 
 
 # Attention kernel: one query token per slot over keys and values in blocks.
