@@ -4,8 +4,8 @@ python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
 Scripts without a training, on audio or video, or with a trainer out of scope, are listed and not counted (OUTSIDE).
 That depends on a script's own keys and programs, never on its import. Each other script is imported unchanged. If keys
-without a counterpart prevent that, it is imported again with --allow-differences. The named model's config.json is a
-stand-in (stand_in_models.py), so no weights and no data are needed.
+without a counterpart prevent that, it is imported again with --allow-differences, and with --allow-holes. The named
+model's config.json is a stand-in (stand_in_models.py), so no weights and no data are needed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,6 +65,8 @@ class Outcome:
     detail: str = ""
     reason_allowing: str | None = None
     """The reason if it does not pass with --allow-differences either, else None."""
+    reason_with_holes: str | None = None
+    """The reason if it does not pass with --allow-holes alone, else None."""
     own_generator: bool = False
 
 
@@ -146,6 +149,7 @@ def main() -> int:
     print_counted("unchanged scripts", Counter(one.reason or "pass" for one in outcomes))
     print_counted("with --allow-differences", Counter(one.reason_allowing or "pass" for one in outcomes))
     trained = [one for one in outcomes if "model family" not in (one.reason_allowing or "")]
+    print_counted("with --allow-holes", Counter(one.reason_with_holes or "pass" for one in outcomes))
     print_counted("of a supported model family", Counter(one.reason or "pass" for one in trained))
     usual = [one for one in trained if not one.own_generator]
     print_counted("of these, with the framework's own generator", Counter(one.reason or "pass" for one in usual))
@@ -165,31 +169,39 @@ def print_counted(title: str, counted: Counter[str]) -> None:
 
 
 def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
-    """Imports the script unchanged, and then with --allow-differences if it did not pass."""
-    found = []
-    for allowed in (False, True):
-        try:
-            once(script, arguments, folder, allowed)
-            found.append("")
-        except UserError as error:
-            found.append(str(error))
-        if not found[-1]:
-            break
+    """Imports the script unchanged, and then with each option if it did not pass."""
+    plain = refusal(script, arguments, folder)
+    allowing = plain and refusal(script, arguments, folder, differences=True)
+    opening = plain and refusal(script, arguments, folder, holes=True)
     own = generates_by_its_own(FRAMEWORKS[arguments.framework], script, arguments.arguments)
-    reasons = [reason_of(one) if one else None for one in found]
-    return Outcome(script, reasons[0], found[0], reasons[-1], own)
+    reasons = [reason_of(one) if one else None for one in (plain, allowing, opening)]
+    return Outcome(script, reasons[0], plain, reasons[1], reasons[2], own)
 
 
-def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
+def refusal(
+    script: str, arguments: argparse.Namespace, folder: Path, *, differences: bool = False, holes: bool = False
+) -> str:
+    """Returns why the script does not pass with these options. Empty if it passes."""
+    try:
+        once(script, arguments, folder, differences=differences, holes=holes)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def once(
+    script: str, arguments: argparse.Namespace, folder: Path, *, differences: bool = False, holes: bool = False
+) -> None:
     """Imports the script and describes the job. Raises UserError if a step refuses it."""
     rows, source = RowCounts(rows=arguments.rows), [script, *arguments.arguments]
     of_folder = translation.model_config
     with patch.object(translation, "model_config", lambda name: of_folder(name) or shape_of(str(name)) or {}):
-        found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
-        settings = stand_ins(found, folder)
-        found = imported(
-            arguments.framework, source, rows=rows, settings=settings, allow_differences=allowed, gpu=arguments.gpu
+        of_source = partial(
+            imported, arguments.framework, source, rows=rows, allow_differences=differences, allow_holes=holes
         )
+        found = of_source(gpu=KEEP)
+        settings = [*stand_ins(found, folder), *fillings(found, folder)]
+        found = of_source(settings=settings, gpu=arguments.gpu)
     config = folder / "config.yaml"
     config.write_text(written(found, script), encoding="utf-8")
     run = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)
@@ -207,6 +219,17 @@ def stand_ins(found: Translation, folder: Path) -> list[str]:
                 raise UserError(f"{key}: {name}: {NO_SHAPE}")
             overrides.append(f"{key}={stand_in}")
     return overrides
+
+
+ENVIRONMENT = "class Mine:\n    def reset(self, row, seed): ...\n    def step(self, action): ...\n"
+"""An environment in place of the source's own."""
+
+
+def fillings(found: Translation, folder: Path) -> list[str]:
+    """Returns overrides for the parts that --allow-holes leaves open."""
+    (folder / "mine.py").write_text(ENVIRONMENT)
+    filled = {"env.function": f"{folder}/mine.py:Mine", "reward.function": "math", "data.train.path": "/rows.jsonl"}
+    return [f"{path}={filled[path]}" for path in found.holes]
 
 
 def reason_of(message: str) -> str:

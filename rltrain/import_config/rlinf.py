@@ -4,7 +4,7 @@ from math import prod
 from typing import Any
 
 from rltrain.config.foreign import RLINF, Pair
-from rltrain.import_config.influence import ATTACHED, REWARD, Condition, KeyRules, by_pattern, sort_out
+from rltrain.import_config.influence import ATTACHED, ENVIRONMENT, REWARD, Condition, KeyRules, by_pattern, sort_out
 from rltrain.import_config.shared_rules import choose_engine, column_of, refuse_action_heads, set_vision
 from rltrain.import_config.translation import (
     ALGORITHMS,
@@ -45,8 +45,15 @@ ROLES = {
 }
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mixed": "bfloat16", "16": "float16"}
 DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
-TASKS = ("reasoning", "coding_online_rl", "math")
+SERVED = "coding_online_rl"
+TASKS = ("reasoning", SERVED, "math")
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+OWN = {"raw": "reinforce_plus_plus", "grpo_dynamic": "grpo"}
+"""Estimators of RLinf alone: the reward itself, and GRPO for samples of several turns."""
+IN_REWARD = "algorithm.reinpp_kl_beta"
+BASELINE, TURNS = "algorithm.use_reinpp_baseline", "algorithm.advantage_mode"
+FAR = 20.0
+"""A bound of a ratio's logarithm that no token reaches."""
 NEVER = 1e6
 """A bound that no mean ratio reaches."""
 HARMLESS = by_pattern("""
@@ -62,7 +69,8 @@ the run ends by its epochs: runner.max_steps
 resuming names no path: runner.resume_dir
 ranks are started by torchrun: cluster.*
 the names of columns are read: data.{type,dataset_name}
-speed or memory only: data.{num_workers,val_rollout_batch_size}
+speed or memory only: data.{num_workers,val_rollout_batch_size,lazy_loading} actor.model.sharding_strategy
+all rows are read: data.data_size
 all rows are evaluated: data.validation_shuffle
 no evaluation: runner.val_check_interval
 engines have the actor's type: rollout.model.precision
@@ -137,6 +145,8 @@ SWITCHES = (
         "algorithm.calculate_entropy_loss",
         "algorithm.recompute_logprobs",
         "algorithm.max_num_gen_batches",
+        "algorithm.use_critic",
+        "algorithm.use_value_loss",
     ),
 )
 
@@ -157,6 +167,7 @@ def conditions(keys: SourceKeys) -> dict[str, Condition]:
         "settings of your reward function": lambda _: reward != "math",
         "Megatron trains": lambda _: megatron,
         "FSDP trains": lambda _: not megatron,
+        "all rows are read": lambda _: real(keys.get("data.data_size", -1)) < 0,
         "resuming names no path": lambda _: resumed in (*NOTHING, "auto"),
         "an engine has no stages": lambda _: count(stages) == 1,
         "given by lr_warmup_fraction": lambda _: fraction not in NOTHING,
@@ -172,6 +183,8 @@ def translate(keys: SourceKeys, out: Translation, rows: RowCounts) -> None:
     if task not in TASKS:
         raise UntranslatableError(f"expected the task {' or '.join(TASKS)}, which learn from rewards by text")
     keys.get("algorithm.max_num_gen_batches", 1)
+    if task == SERVED and keys.get("data.train_data_paths") in NOTHING:
+        out.differs("runner.task_type", task, "prompts and rewards come from its server there", ENVIRONMENT)
     apply(RLINF, keys, out, dtype=one_of(PRECISIONS, "precisions"), decay=one_of(DECAYS, "learning rates"))
     _placement(keys, out)
     _trainer(keys, out)
@@ -261,7 +274,9 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     placed = out.placed
     if "reward" not in placed and "rollout" in placed:
         out.place(["reward"], placed["rollout"], "on the ranks of the engines")
-    if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in placed and "actor" in placed:
+    used = ("algorithm.kl_beta", *([IN_REWARD] if keys.get("algorithm.adv_type", "grpo") == "reinpp" else []))
+    penalized = any([real(keys.get(key, 0) or 0) for key in used])
+    if penalized and "reference" not in placed and "actor" in placed:
         out.place(["reference"], placed["actor"], "algorithm.kl_beta")
     out.world_size = max(largest, 8 * nodes if largest == 0 or nodes > 1 else largest)
 
@@ -366,18 +381,22 @@ def _set_type(keys: SourceKeys, out: Translation) -> None:
 
 def _algorithm(keys: SourceKeys, out: Translation) -> None:
     name = keys.text("algorithm.adv_type", "grpo")
-    if name in ALGORITHMS:
-        algorithm = ALGORITHMS[name]
+    if name in ALGORITHMS or name in OWN:
+        algorithm = {**ALGORITHMS, **OWN}[name]
+        if algorithm == "reinforce_plus_plus" and keys.truth(BASELINE, False):
+            algorithm = "reinforce_plus_plus_baseline"
         out.set("algorithm", algorithm, "algorithm.adv_type")
-        _normalize(keys, out, algorithm)
+        _normalize(keys, out, algorithm, always=name == "reinpp")
+        if name == "grpo_dynamic" and keys.get(TURNS, "turn") != "trajectory":
+            out.differs(TURNS, keys.get(TURNS, "turn"), "the samples of a prompt are compared here, not their turns")
     else:
         algorithm = out.get("algorithm")
         out.differs("algorithm.adv_type", name, "no algorithm here has this estimator")
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", keys.real("algorithm.gae_lambda", 0.95), "algorithm.gae_lambda")
         _critic(keys, out)
-    elif "advantages.gamma" in out.settings:
-        del out.settings["advantages.gamma"]
+    elif discount := out.settings.pop("advantages.gamma", None):
+        out.leave("algorithm.gamma", discount.value, "only gae discounts")
     _loss(keys, out)
 
 
@@ -395,12 +414,7 @@ def _loss(keys: SourceKeys, out: Translation) -> None:
     bound = keys.get("algorithm.clip_ratio_c")
     if bound not in NOTHING:
         out.set("loss.dual_clip", real(bound), "algorithm.clip_ratio_c")
-    beta = real(keys.get("algorithm.kl_beta", 0) or 0)
-    if beta:
-        out.set("loss.kl.coef", beta, "algorithm.kl_beta")
-        out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
-        out.set("loss.kl.unbiased", False, "RLinf does not multiply it by the ratio")
-    keys.get("algorithm.kl_penalty_type")
+    _penalty(keys, out)
     key = "algorithm.loss_agg_func"
     set_named(out, "loss.normalization", MEANS, key, keys.text(key, "token-mean"), "means")
     recomputes = keys.truth("algorithm.recompute_logprobs", True)
@@ -408,6 +422,28 @@ def _loss(keys: SourceKeys, out: Translation) -> None:
     cap = keys.get("algorithm.importance_sampling_clip")
     if keys.truth("algorithm.importance_sampling_fix", False) and cap not in NOTHING:
         out.set("loss.correction.high", real(cap), "algorithm.importance_sampling_clip")
+    for end in ("min", "max"):
+        bound = keys.get(f"algorithm.clip_log_ratio_{end}")
+        if bound not in NOTHING and abs(real(bound)) >= FAR:
+            out.leave(f"algorithm.clip_log_ratio_{end}", bound, "no logarithm of a ratio reaches it")
+
+
+def _penalty(keys: SourceKeys, out: Translation) -> None:
+    """Sets the KL penalty, in the loss or in the reward."""
+    beta, rewarded = real(keys.get("algorithm.kl_beta", 0) or 0), real(keys.get(IN_REWARD, 0) or 0)
+    if rewarded and keys.get("algorithm.adv_type", "grpo") != "reinpp":
+        out.leave(IN_REWARD, rewarded, "only for reinpp")
+    elif rewarded and beta:
+        out.differs(IN_REWARD, rewarded, "a penalty is in the reward or in the loss here: remove one of both")
+    elif rewarded:
+        out.set("loss.kl.coef", rewarded, IN_REWARD)
+        out.set("loss.kl.where", "reward", IN_REWARD)
+        out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
+    if beta:
+        out.set("loss.kl.coef", beta, "algorithm.kl_beta")
+        out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
+        out.set("loss.kl.unbiased", False, "RLinf does not multiply it by the ratio")
+    keys.get("algorithm.kl_penalty_type")
 
 
 def _critic(keys: SourceKeys, out: Translation) -> None:
@@ -427,13 +463,30 @@ def _critic(keys: SourceKeys, out: Translation) -> None:
     apply(rules, keys, out, decay=one_of(DECAYS, "learning rates"))
     if any([keys.truth(f"critic.offload_{part}", False) for part in ("optimizer", "weight", "grad")]):
         out.set("critic.offload", True, "critic.offload_*")
+    same = {"training_backend": "megatron", "model.precision": "fp32", "optim.optimizer": "adam"}
+    for name, default in same.items():
+        given = keys.get(f"critic.{name}")
+        if given not in NOTHING and given == keys.get(f"actor.{name}", default):
+            out.leave(f"critic.{name}", given, "the same as for the actor")
+    if keys.truth("critic.use_critic_model", False):
+        out.leave("critic.use_critic_model", True, "ppo has a critic")
+    fraction = keys.get("critic.lr_sched.lr_warmup_fraction")
+    if fraction not in NOTHING and real(fraction) == 0:
+        out.leave("critic.lr_sched.lr_warmup_fraction", fraction, "no warm-up")
+    for end in ("start", "end"):
+        decay = keys.get(f"critic.lr_sched.{end}_weight_decay")
+        if decay not in NOTHING and decay == keys.get(optimizer + "weight_decay"):
+            out.leave(f"critic.lr_sched.{end}_weight_decay", decay, "critic.optim.weight_decay has the same value")
 
 
-def _normalize(keys: SourceKeys, out: Translation, algorithm: str) -> None:
-    """Sets the normalisation of advantages over the batch. RLinf has it for every algorithm."""
+def _normalize(keys: SourceKeys, out: Translation, algorithm: str, *, always: bool) -> None:
+    """Sets the normalisation of advantages over the batch. RLinf has it for every algorithm, and `always` for
+    reinpp."""
     key = "algorithm.normalize_advantages"
     normalizes = keys.truth(key, algorithm == "ppo")
-    set_whitening(out, algorithm, normalizes, key)
+    set_whitening(out, algorithm, normalizes or always, key)
+    if always and key in keys:
+        out.leave(key, normalizes, "reinpp always normalizes advantages")
 
 
 def _data(keys: SourceKeys, out: Translation) -> None:
@@ -461,8 +514,11 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 def _reward(keys: SourceKeys, out: Translation) -> None:
     kind = keys.get("reward.reward_type", "math")
-    if kind == "math":
+    served = any(one.key == "runner.task_type" for one in out.differences)
+    if kind == "math" and not served:
         _set_values(keys, out)
+    elif served and kind == "math":
+        out.differs("reward.reward_type", kind, "the server gives rewards there", REWARD)
     else:
         out.differs("reward.reward_type", kind, "set your function as reward.function: docs/rewards.md", REWARD)
     if keys.truth("reward.use_reward_model", False):

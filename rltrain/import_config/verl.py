@@ -206,7 +206,7 @@ speed or memory only: actor_rollout_ref.ref.{entropy_checkpointing,entropy_from_
     actor_rollout_ref.rollout.{disaggregation.enable,data_parallel_size}
     actor_rollout_ref.rollout.engine_kwargs.vllm.{disable_mm_preprocessor_cache,mm_processor_cache_gb,swap_space}
     actor_rollout_ref.rollout.engine_kwargs.vllm.{compilation_config,enable_expert_parallel,async_scheduling}
-    actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode
+    actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.{cudagraph_mode,cudagraph_capture_sizes}
     actor_rollout_ref.rollout.engine_kwargs.vllm.{attention_backend,max_num_batched_tokens,enable_sleep_mode}
     actor_rollout_ref.rollout.engine_kwargs.trtllm.{batch_wait_timeout_iters,batch_wait_max_tokens_ratio}
     actor_rollout_ref.rollout.engine_kwargs.trtllm.{cuda_graph_config,moe_config,kv_cache_config,enable_attention_dp}
@@ -534,7 +534,7 @@ def _schedule(keys: SourceKeys, out: Translation, module: str, fully: bool) -> N
     every = count(keys.first(*steps, default=4 if fully else 1)[1])
     out.set("schedule.mode", "asynchronous", module or "trainer.v1.trainer_mode")
     stale = keys.real("async_training.staleness_threshold", 0.1 if fully else 0)
-    off_policy = keys.get("trainer.v1.sampler.max_off_policy_threshold")
+    off_policy = None if fully else keys.get("trainer.v1.sampler.max_off_policy_threshold")
     most = every + round(stale * every) if off_policy is None else count(off_policy)
     out.set("schedule.max_staleness", max(most, every), "staleness threshold, in steps")
     out.set("schedule.sync_every", every, "parameter sync step")
@@ -621,7 +621,8 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     variables = keys.under("data.apply_chat_template_kwargs.")
     if variables:
         out.set("data.chat_template_args", variables, "data.apply_chat_template_kwargs")
-    set_context(out, keys.get(R + "max_model_len"), R + "max_model_len")
+    limit_key, limit = keys.first(R + "max_model_len", R + "engine_kwargs.vllm.max_model_len")
+    set_context(out, limit, limit_key)
     files = keys.get("data.val_files")
     if files in NOTHING:
         out.settings.pop("evaluation.interval", None)

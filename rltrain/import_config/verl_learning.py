@@ -1,6 +1,7 @@
 """Rules for verl's keys of learning, models, rewards, correction and teachers."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from rltrain.config.foreign import ACTOR, ROLLOUT, Pair
@@ -500,7 +501,8 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     manager_key, manager = keys.first("reward.reward_manager.name", *MANAGER_KEYS, default=usual)
     path_key, path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")
     name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
-    function = None if path in NOTHING else f"{path}:{name}"
+    near = None if path in NOTHING or Path(str(path)).is_file() else keys.file(str(path))
+    function = None if path in NOTHING else f"{near or path}:{name}"
     scored = truth(keys.first(MODEL + "enable", "reward_model.enable", default=False)[1])
     if scored:
         _set_model(keys, out)

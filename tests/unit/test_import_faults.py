@@ -200,6 +200,16 @@ HARMLESS = [
     ("verl", A + "ppo_mini_batch_size=256", "batch.mini_batches", 1),
     ("verl", "critic.model.fsdp_config.grad_offload=True", "algorithm", "grpo"),
     ("verl", A + "grad_clip=0.3", "actor.optimizer.clip_grad", 0.3),
+    ("verl", "data.filter_overlong_prompts=True data.truncation=right", "data.on_bad_row", "skip"),
+    ("verl", A + "policy_loss.loss_mode=gspo " + A + "loss_agg_mode=token-mean", "loss.normalization", "sequence_mean"),
+    ("verl", A + "optim.lr_warmup_steps=0", "actor.optimizer.warmup_steps", 0),
+    ("verl", A + "fsdp_config.mixed_precision.param_dtype=bf16", "model.dtype", "bfloat16"),
+    ("verl", A + "fsdp_config.mixed_precision.reduce_dtype=bf16", "model.dtype", "bfloat16"),
+    ("verl", A + "policy_loss.loss_mode=sapo " + A + "policy_loss.tau_pos=1.0", "loss.policy", "sapo"),
+    ("verl", "algorithm.adv_estimator=gae critic.fsdp.param_offload=True", "algorithm", "ppo"),
+    ("verl", R + "engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY", "algorithm", "grpo"),
+    ("verl", R + "engine_kwargs.vllm.max_model_len=9000", "rollout.max_context_tokens", 9000),
+    ("verl", A + "strategy=megatron " + A + "megatron.use_megatron_fsdp=True", "algorithm", "grpo"),
     ("verl", R + "val_temperature=0.6 " + R + "n_val=4 data.val_files=/d/v.parquet trainer.test_freq=5", None, None),
     ("slime", "--use-slime-router", "algorithm", "grpo"),
     ("slime", "--keep-only-latest-checkpoint", "checkpoint.keep", 1),
@@ -217,6 +227,56 @@ def test_keys_of_users_scripts(framework: str, more: str, path: str | None, expe
     else:
         (one,) = found.get("evaluation.sets")
         assert (one["sampling"]["temperature"], one["samples_per_prompt"]) == (0.6, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (A + "fsdp_config.mixed_precision.param_dtype=fp32", "param_dtype: 'fp32'"),
+        (A + "policy_loss.loss_mode=sapo " + A + "policy_loss.tau_pos=2.0", "policy_loss.tau_pos: 2.0"),
+        (
+            "reward.reward_model.enable=True reward.reward_model.model_path=/m custom_reward_function.path=/r.py",
+            "custom_reward_function.path: '/r.py': a reward model gives the whole reward",
+        ),
+    ],
+)
+def test_another_value_of_such_a_key_is_refused(more: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        found_of("verl", more)
+
+
+def test_the_fully_asynchronous_program_has_its_own_threshold() -> None:
+    more = "-m verl.experimental.fully_async_policy.fully_async_main actor_rollout_ref.hybrid_engine=False "
+    more += "trainer.v1.sampler.max_off_policy_threshold=8 async_training.staleness_threshold=0.5 "
+    text = VERL.replace("MODEL", "/m").replace("MORE", more + "async_training.trigger_parameter_sync_step=4")
+    found = imported("verl", [text.replace("-m verl.trainer.main_ppo", "").replace("\n", " ")], allow_differences=True)
+    assert found.get("schedule.max_staleness") == 6
+    reasons = {one.key: one.reason for one in found.leftovers}
+    assert "engines of this program" in reasons["actor_rollout_ref.hybrid_engine"]
+
+
+def test_what_every_run_needs_is_asked_for_by_name(tmp_path: Path) -> None:
+    words = SLIME.replace("--prompt-data /data/a.jsonl", "").replace("MODEL", "/m").replace("MORE", "")
+    with pytest.raises(ConfigError, match="data.train.path: the source names no file of prompts; expected it by"):
+        imported("slime", [words.replace("\n", " ")])
+    assert [*imported("slime", [words.replace("\n", " ")], allow_holes=True).holes] == ["data.train.path"]
+    with pytest.raises(ConfigError, match="model.path: the source names no checkpoint.* without a value: WHERE"):
+        script(tmp_path, "verl", "actor_rollout_ref.model.path=$WHERE")
+
+
+def test_prompts_of_slimes_own_source_stay_open() -> None:
+    words = SLIME.replace("--prompt-data /data/a.jsonl", "--data-source-path my.Source --custom-rm-path my.reward")
+    found = imported("slime", [words.replace("MODEL", "/m").replace("MORE", "").replace("\n", " ")], allow_holes=True)
+    assert [one.key for one in found.holes["data.train.path"]] == ["data-source-path"]
+    with pytest.raises(ConfigError, match="prompts are read from files here"):
+        imported("slime", [SLIME.replace("MORE", "--data-source-path my.Source").replace("\n", " ")], allow_holes=True)
+
+
+def test_a_reward_file_is_found_from_the_script_upwards(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(**row): ...\n")
+    (tmp_path / "scripts").mkdir()
+    found = script(tmp_path / "scripts", "verl", "custom_reward_function.path=mine.py")
+    assert found.get("reward.function") == f"{tmp_path}/mine.py:compute_score"
 
 
 def test_fsdp_of_slime_needs_no_word_about_dropout() -> None:

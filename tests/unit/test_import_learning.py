@@ -10,7 +10,7 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.import_config.command import imported, written
-from rltrain.import_config.translation import RowCounts
+from rltrain.import_config.translation import RowCounts, Translation
 from tests.unit.test_import_features import config_of, found_of
 
 ALG, CORRECTION = "trainer.algorithm.", "algorithm.rollout_correction."
@@ -328,6 +328,15 @@ def test_verls_counts_epochs_by_their_steps(more: str, interval: int, tmp_path: 
     assert config.placement == {"actor": "0-3"} and config.actor.parallel.tp == 2
     assert config.actor.micro_batch_tokens == 2048 and config.data.train.response_key is None
     assert config.data.max_response_tokens == 1024 and "rollout" not in config.model_fields_set
+
+
+def test_a_warm_up_from_0_is_the_only_one() -> None:
+    def of(more: str) -> Translation:
+        return imported("verl", [VERL.replace("MORE", more).replace("\n", " ")], rows=RowCounts(rows=1000))
+
+    assert of("optim.lr_warmup_init=0 engine.use_megatron_fsdp=True").get("algorithm") == "sft"
+    with pytest.raises(ConfigError, match="optim.lr_warmup_init: 1e-07"):
+        of("optim.lr_warmup_init=1e-7")
 
 
 def test_verls_held_out_conversations_are_those_of_the_loss(tmp_path: Path) -> None:

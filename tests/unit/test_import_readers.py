@@ -91,7 +91,7 @@ RUNS = {
         "distillation.enabled=True distillation.nnodes=1 distillation.teacher_models.a.model_path=/t "
         f"{TEACHER}use_task_rewards=False {TEACHER}loss_mode=forward_kl_topk",
         f"{A}ppo_micro_batch_size=8 data.val_batch_size=3 {A}state_masking=False "
-        "actor_rollout_ref.agent.enable_agent=False",
+        f"actor_rollout_ref.agent.enable_agent=False {A}fsdp_config.mixed_precision.param_dtype=fp16",
     ),
     "skyrl": (
         SKYRL,

@@ -504,9 +504,87 @@ def test_rlinfs_scale_of_a_mean_over_tokens(tmp_path: Path) -> None:
 
 def test_rlinf_normalizes_advantages_of_every_algorithm(tmp_path: Path) -> None:
     def of(kind: str, normalizes: bool) -> Translation:
-        return of_rlinf(tmp_path, algorithm={"adv_type": kind, "normalize_advantages": normalizes})
+        return of_rlinf(tmp_path, algorithm={"adv_type": kind, "normalize_advantages": normalizes}, reward=NOUGHT)
 
     assert of("grpo", normalizes=True).get("advantages.whiten") is True
     found = of("grpo", normalizes=False)
     assert [one.key for one in found.leftovers if one.key.endswith("normalize_advantages")]
     assert of("reinpp", normalizes=True).get("advantages.whiten") is True
+    assert of("reinpp", normalizes=False).get("advantages.whiten") is True, "reinpp itself normalizes"
+    assert of("raw", normalizes=False).get("advantages.whiten") is False
+
+
+NOUGHT = {"reward_min_val": 0.0}
+"""Rewards of 0 for wrong answers."""
+
+
+def test_rlinfs_estimators_of_its_own(tmp_path: Path) -> None:
+    def of(kind: str, **more: Any) -> Translation:
+        return of_rlinf(tmp_path, algorithm={"adv_type": kind, **more}, reward=NOUGHT)
+
+    assert of("raw").get("algorithm") == "reinforce_plus_plus"
+    assert of("reinpp", use_reinpp_baseline=True).get("algorithm") == "reinforce_plus_plus_baseline"
+    found = of("reinpp", reinpp_kl_beta=0.01, kl_penalty_type="k1")
+    assert values_of(found)["loss.kl.where"] == "reward" and found.get("loss.kl.coef") == 0.01
+    assert "reference" in found.placed
+    unread = of("grpo", reinpp_kl_beta=0.01)
+    assert not unread.get("loss.kl.coef") and "reference" not in unread.placed
+    with pytest.raises(ConfigError, match="remove one of both"):
+        of("reinpp", reinpp_kl_beta=0.01, kl_beta=0.01)
+    assert of("grpo_dynamic", advantage_mode="trajectory").get("algorithm") == "grpo"
+    with pytest.raises(ConfigError, match="advantage_mode: 'turn': the samples of a prompt are compared"):
+        of("grpo_dynamic")
+    assert of("grpo", clip_log_ratio_max=20).get("algorithm") == "grpo"
+    with pytest.raises(ConfigError, match="clip_log_ratio_max: 2"):
+        of("grpo", clip_log_ratio_max=2)
+
+
+def test_an_unknown_estimator_of_rlinf_loses_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    given = {"adv_type": "mine", "ratio_clip_eps": 0.3, "loss_agg_func": "seq-mean-token-mean", "clip_ratio_c": 3.0}
+    path.write_text(yaml.safe_dump({**RLINF, "algorithm": {**RLINF["algorithm"], **given}}))
+    found = imported("rlinf", [str(path)], allow_differences=True)
+    assert [one.key for one in found.differences] == ["algorithm.adv_type"]
+    assert (found.get("loss.clip_high"), found.get("loss.normalization")) == (0.3, "sequence_mean")
+    assert found.get("loss.dual_clip") == 3.0
+
+
+def test_rlinfs_critic_and_its_optimizer(tmp_path: Path) -> None:
+    critic = {
+        "use_critic_model": True,
+        "offload_weight": True,
+        "model": {"tensor_model_parallel_size": 4},
+        "optim": {"lr": 3e-5, "weight_decay": 0.1, "adam_beta2": 0.95},
+        "lr_sched": {"lr_decay_style": "linear", "lr_warmup_fraction": 0.0, "end_weight_decay": 0.1},
+    }
+    ppo = {"adv_type": "gae", "value_cliprange": 0.4, "critic_warmup_steps": 2}
+    placed = {"num_nodes": 1, "component_placement": {"actor,rollout,critic": "0-7"}}
+    found = of_rlinf(tmp_path, algorithm=ppo, critic=critic, reward=NOUGHT, cluster=placed)
+    expected = {"lr": 3e-5, "weight_decay": 0.1, "beta2": 0.95, "decay": "linear"}
+    assert {name: found.get(f"critic.optimizer.{name}") for name in expected} == expected
+    sizes = [found.get(f"critic.{name}") for name in ("parallel.tp", "value_clip", "critic_warmup_steps", "offload")]
+    assert sizes == [4, 0.4, 2, True]
+    with pytest.raises(ConfigError, match="critic.optim.optimizer: 'muon'"):
+        of_rlinf(tmp_path, algorithm=ppo, critic={"optim": {"optimizer": "muon"}}, reward=NOUGHT, cluster=placed)
+
+
+def test_rlinfs_stop_words_and_tokens(tmp_path: Path) -> None:
+    found = of_rlinf(tmp_path, algorithm={"sampling_params": {"stop": ["</search>"], "stop_token_ids": [5, 6]}})
+    assert found.get("rollout.sampling.stop") == ["</search>"]
+    assert found.get("rollout.sampling.stop_token_ids") == [5, 6]
+
+
+def test_parts_of_rlinfs_own_stay_open(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+
+    def of(**more: dict[str, Any]) -> Translation:
+        path.write_text(yaml.safe_dump({**RLINF, **more}))
+        return imported("rlinf", [str(path)], allow_holes=True)
+
+    assert [*of(reward={"reward_type": "vqa"}).holes] == ["reward.function"]
+    agents = of(agentloop={"max_turns": 4}, tools={"search": {"topk": 3}}, reward={"reward_type": "searchr1"})
+    told = [one.key for one in agents.holes["env.function"]]
+    assert told == ["reward.reward_type", "agentloop.max_turns", "tools.search.topk"] and not agents.differences
+    data = {name: value for name, value in RLINF["data"].items() if name != "train_data_paths"}
+    served = of(runner={**RLINF["runner"], "task_type": "coding_online_rl"}, data=data)
+    assert [*served.holes] == ["env.function", "data.train.path"]
