@@ -1,7 +1,7 @@
 """Runs the checks that need a GPU.
 
 It builds the native libraries, runs the GPU tests, and runs small jobs on the GPU and the CPU. A training step and a
-colocated run of real dimensions follow, and the kernels' benchmarks.
+colocated run of real dimensions follow, a profile of an update and of decode steps, and the kernels' benchmarks.
 
     bash tools/gpu_check.sh [FOLDER]                          default: docs/benchmarks/<name of the GPU>
     bash tools/gpu_check.sh --list                            the steps, with their limits
@@ -220,6 +220,7 @@ def all_steps(
     steps += [
         Step("train_step", 40, (*torchrun, f"{benchmarks}/train_step.py", *TRAIN_STEP)),
         Step("grpo", 75, (f"{benchmarks}/real_size.py", *GRPO, "--logs", str(folder / "grpo"))),
+        Step("gpu_profile", 60, (*torchrun, f"{benchmarks}/gpu_profile.py")),
         Step("reshard_kernel", 25, (f"{benchmarks}/reshard_kernel.py", "--device", "cuda")),
         Step("weight_sync", 55, (f"{benchmarks}/weight_sync.py", *sync)),
     ]

@@ -25,7 +25,7 @@ from tools.benchmarks import real_size
 from tools.gpu_check import GRPO, Runner, Step, all_steps, critical_path_s
 from tools.gpu_prepared import STARTS
 
-EIGHT_MINUTES_S = 480
+NINE_MINUTES_S = 540
 FOLDER = Path("results")
 
 
@@ -120,9 +120,9 @@ def test_no_step_goes_beyond_the_deadline(make_runner: Callable[..., Runner]) ->
     assert outcomes(runner)["alone"][0] == "not run: no time was left" or runner.is_lost
 
 
-def test_the_whole_fits_eight_minutes_and_has_every_gpu_test() -> None:
+def test_the_whole_fits_nine_minutes_and_has_every_gpu_test() -> None:
     steps = all_steps(FOLDER, is_prepared=True)
-    assert critical_path_s(steps, is_prepared=True) <= EIGHT_MINUTES_S
+    assert critical_path_s(steps, is_prepared=True) <= NINE_MINUTES_S
     files = {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
     selected = [word.partition("::") for step in steps for word in step.arguments if word.startswith("tests/gpu/")]
     tested = {Path(file).name for file, _, _ in selected}
