@@ -5,6 +5,7 @@ is fp32, and every output is rounded once. Backward recomputes what a formula ne
 for gradients of norms' weights, are first made per program and then added by another kernel.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     kernel[grid](*arguments, **constants)
 
 
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Returns the number of a GPU's multiprocessors. Other devices interpret kernels, and count as four."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def _num_programs(x: Tensor, most: int) -> int:
     """Returns the number of programs that share rows, at most `most`: a few for each multiprocessor."""
-    count = 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else ROWS
-    return max(1, min(most, count))
+    return max(1, min(most, 4 * _num_multiprocessors(x.device)))
 
 
 @triton.jit

@@ -116,28 +116,30 @@ def test_megatron_layers(
     assert launched() == []
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute": "full"},
-        {"recompute": "selective"},
-        {"dtype": "bfloat16", "residual_dtype": "float32"},
-    ],
-)
 @pytest.mark.slow
-def test_megatron_layers_that_are_recomputed_or_wide(
-    settings: dict[str, str], tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_layers(
+    recompute: str, tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]
 ) -> None:
-    """bf16 is compared with fp32: kernels round each formula once."""
     path = make_family_checkpoint("qwen3", tmp_path)
-    expected, found = of_megatron(path, groups), of_megatron(path, groups, **settings)
+    assert_alike(of_megatron(path, groups, recompute=recompute), of_megatron(path, groups))
     assert launched() == sorted(FAMILIES["qwen3"])
-    if settings.get("dtype") == "bfloat16":
-        for name, values in expected.items():
-            error = float((found[name].float() - values).norm() / values.norm())
-            assert error < 0.05, (name, error)
-    else:
-        assert_alike(found, expected)
+
+
+@pytest.mark.slow
+def test_a_wide_residual_stream_of_half_precision(
+    tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels round each formula once, so they are about as near to fp32 as other layers, or nearer."""
+    path = make_family_checkpoint("qwen3", tmp_path)
+    settings = {"dtype": "bfloat16", "residual_dtype": "float32"}
+    found = of_megatron(path, groups, **settings)
+    assert launched() == sorted(FAMILIES["qwen3"])
+    monkeypatch.setattr(attention, "fused_kernels", lambda device: None)
+    unfused, expected = of_megatron(path, groups, **settings), of_megatron(path, groups)
+    for name, values in expected.items():
+        errors = [float((one[name].float() - values).norm() / values.norm()) for one in (found, unfused)]
+        assert errors[0] < max(0.03, 2 * errors[1]), (name, errors)
 
 
 OF_FSDP = {
