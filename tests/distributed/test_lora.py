@@ -377,4 +377,4 @@ def test_what_adapters_keep_for_backward_is_foretold(ranks: Ranks, base: Path, b
             assert missing == 0, name
         else:
             assert -foretold(lora).layer(sparse=False) < missing <= 0, name
-    assert kept[f"{backend}/queries"] < kept[f"{backend}/all matrices"] < kept[f"{backend}/everything"]
+    assert kept[f"{backend}/queries"] < min(kept[f"{backend}/all matrices"], kept[f"{backend}/everything"])
