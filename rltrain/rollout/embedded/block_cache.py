@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltrain.errors import ConfigError
 from rltrain.models.attention import attend
+from rltrain.reshard.copy_table import Zeros
 from rltrain.rollout.embedded.block_tables import BlockTables, EnteredSample, KvBudget, blocks_of, num_blocks
 from rltrain.rollout.embedded.kv_cache import (
     AttentionShape,
@@ -286,7 +287,7 @@ class BlockCache(KvCache):
     The budget determines the number of blocks. The memory is allocated once, at the first need, and never grows or
     moves until `release`. All entries are finite even before they are written, so masked entries contribute exactly
     zero. `agree` returns the least of the numbers given by the engine's ranks. The budget also covers per-sample states
-    of all slots.
+    of all slots. `zeros` allocates the memory on another way than torch.
     """
 
     def __init__(
@@ -296,7 +297,9 @@ class BlockCache(KvCache):
         budget: KvBudget,
         attention: type[BlockAttention],
         agree: Callable[[int], int],
+        zeros: Zeros | None = None,
     ) -> None:
+        self._zeros = zeros
         self.block_tokens = attention.block_tokens
         self.capacity = blocks_of(shape.max_positions, self.block_tokens) * self.block_tokens
         max_slots, device = shape.max_slots, shape.device
@@ -306,7 +309,7 @@ class BlockCache(KvCache):
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
         self.shape = shape.attention
         self._num_layers, self._routing_shape = shape.num_layers, shape.routing
-        self.states = SampleStates(shape.states, shape.dtype, device) if shape.states else None
+        self.states = SampleStates(shape.states, shape.dtype, device, zeros) if shape.states else None
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -481,13 +484,22 @@ class BlockCache(KvCache):
     def _hold(self, like: Tensor, num_blocks: int) -> None:
         shape = self.shape
         sizes = (self._num_layers, num_blocks, self.block_tokens, shape.num_kv_heads)
-        self._keys = like.new_zeros(*sizes, shape.head_dim)
-        self._values = self._keys[..., : shape.value_dim] if shape.latent else like.new_zeros(*sizes, shape.value_dim)
-        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
-        self.routing: tuple[Tensor, ...] = ()
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((*sizes, shape.head_dim), like.dtype)]
+        if not shape.latent:
+            kinds.append(((*sizes, shape.value_dim), like.dtype))
         if self._routing_shape is not None:
-            self.routing = (self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=like.device),)
+            routing = self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=torch.device("meta"))
+            kinds.append((tuple(routing.shape), routing.dtype))
+        zeros = self._zeros if self._zeros and num_blocks else _torch_zeros(like.device)
+        self._keys, *rest = zeros(kinds)
+        self._values = self._keys[..., : shape.value_dim] if shape.latent else rest.pop(0)
+        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
+        self.routing: tuple[Tensor, ...] = tuple(rest)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
+
+
+def _torch_zeros(device: torch.device) -> Zeros:
+    return lambda kinds: [torch.zeros(*shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
 
 def _work(heads: Sequence[Head], entries: Sequence[EnteredSample], first_slot: int) -> Entered:
