@@ -86,6 +86,7 @@ OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_implementation": "eager"},
     ),
     "gpt2": ("GPT2", {"n_inner": 96}),
+    "granite": ("Granite", {"logits_scaling": 0.5, "tie_word_embeddings": False}),
     "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
     "phi": ("Phi", {"tie_word_embeddings": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),

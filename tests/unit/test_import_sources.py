@@ -159,7 +159,7 @@ def test_the_result_is_written_to_a_file_and_has_to_be_valid(
 
 def test_a_job_with_the_embedded_engine_fits_too(tmp_path: Path) -> None:
     experts = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
-    sizes = {"moe_intermediate_size": 3072, "norm_topk_prob": True, "mlp_only_layers": []}
+    sizes = {"moe_intermediate_size": 3584, "norm_topk_prob": True, "mlp_only_layers": []}
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | experts | sizes))
     keys = "actor_rollout_ref.rollout.expert_parallel_size=2 actor_rollout_ref.actor.use_dynamic_bsz=True"
     text = VERL.replace("MODEL", str(tmp_path)).replace("\n", " ").replace("MORE", keys)
