@@ -280,6 +280,8 @@ class _Script:
         arguments = self.expansion.words(command.words)
         if not arguments:
             return True
+        if arguments[0] == "read" and any(word.startswith("-") and "a" in word for word in arguments):
+            self.assume(f"{' '.join(arguments)}: its words are not known, and are left out")
         known = self.built_in(arguments, command)
         if known is None or isinstance(known, bool):
             return known

@@ -400,6 +400,12 @@ def test_a_key_whose_value_only_running_tells_can_be_given(tmp_path: Path) -> No
         script(tmp_path, "verl", counted, keys=["nnodes"])
 
 
+def test_words_that_a_script_reads_are_left_out_with_a_note(tmp_path: Path) -> None:
+    before = 'LINE="$(python3 arguments.py)"\nread -ra ARGUMENTS <<< "${LINE}"'
+    found = script(tmp_path, "slime", "${ARGUMENTS[@]}", before)
+    assert any("read -ra ARGUMENTS: its words are not known" in note for note in found.notes)
+
+
 def test_greedy_samples_of_a_prompt_are_equal() -> None:
     found = found_of(
         "skyrl", "data.val_data=/d/v.parquet generator.eval_n_samples_per_prompt=8 trainer.eval_interval=5"
