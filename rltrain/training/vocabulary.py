@@ -456,8 +456,8 @@ class _Tiles:
     def __init__(self, logits: Logits, labels: _Labels, num_valid: int, scale: float) -> None:
         self.logits, self.labels, self.num_valid, self.scale = logits, labels, num_valid, scale
         self.rows, self.columns = logits.tiles(num_valid)
-        self.kept = dict[tuple[int, int], Tensor]()
-        """Tiles for backward, by their first row and column."""
+        self.kept = dict[tuple[int, int], tuple[Tensor, ...]]()
+        """What is kept of tiles for backward, by their first row and column."""
         self.num_kept = 0
         """Number of logits that may still be kept."""
 
@@ -465,33 +465,36 @@ class _Tiles:
     def _labels_of(self) -> "Callable[[slice, slice], _LabelsOfTile]":
         return self.labels.by_tile(self.rows, self.columns)
 
-    def _keep(self, rows: slice, columns: slice, tile: Tensor) -> bool:
-        """Keeps the tile for backward if it may be kept. Returns whether it is."""
-        if tile.numel() > self.num_kept:
-            return False
-        self.num_kept -= tile.numel()
-        self.kept[rows.start, columns.start] = tile
-        return True
+    def _keep(self, rows: slice, columns: slice, *kept: Tensor) -> None:
+        """Keeps what was computed of a tile for backward, if the first tensor, of the tile's size, may be kept."""
+        if kept[0].numel() <= self.num_kept:
+            self.num_kept -= kept[0].numel()
+            self.kept[rows.start, columns.start] = kept
 
     def read(self, rows: slice, columns: slice, statistics: _Statistics) -> None:
         """Adds a tile to the statistics."""
         scaled, labels = self.logits.scaled((rows, columns), self.scale), self._labels_of(rows, columns)
         statistics.targets[labels.chosen] = labels.masked(scaled.flatten()[labels.places])
         maximum = scaled.amax(1)
-        is_kept = self._keep(rows, columns, scaled)
-        shifted = scaled - maximum[:, None] if is_kept else scaled.sub_(maximum[:, None])
+        shifted = scaled.sub_(maximum[:, None])
+        self._keep(rows, columns, shifted, maximum)
         exponentials = shifted.exp()
-        weighted_sum = shifted.mul_(exponentials).sum(1)
-        statistics.add(rows, (maximum, exponentials.sum(1), weighted_sum), is_first=columns.start == 0)
+        exp_sum = exponentials.sum(1)
+        weighted_sum = exponentials.mul_(shifted).sum(1)
+        statistics.add(rows, (maximum, exp_sum, weighted_sum), is_first=columns.start == 0)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
         """Returns the gradients of a tile's logits, [rows, columns], fp32 or in the type of the weights."""
-        scaled = self.kept.pop((rows.start, columns.start), None)
-        if scaled is None:
-            scaled = self.logits.scaled((rows, columns), self.scale)
-        softcap, labels = self.logits.softcap, self._labels_of(rows, columns)
-        slope = None if softcap is None else (scaled / (softcap * self.scale)).square_().neg_().add_(1)
-        logprobs = scaled.sub_(given.log_normalizer[rows, None])
+        kept, softcap = self.kept.pop((rows.start, columns.start), None), self.logits.softcap
+        shift = given.log_normalizer[rows]
+        if kept is None:
+            logprobs = self.logits.scaled((rows, columns), self.scale).sub_(shift[:, None])
+        else:
+            logprobs = kept[0].sub_((shift - kept[1])[:, None])
+        slope = None
+        if softcap is not None:
+            slope = (logprobs + shift[:, None]).div_(softcap * self.scale).square_().neg_().add_(1)
+        labels = self._labels_of(rows, columns)
         if given.of_entropy is None:
             grad = logprobs.exp_().mul_(given.factor[rows, None])
         else:
@@ -516,9 +519,8 @@ class _KernelTiles(_Tiles):
         self._kernels.read(products, first, statistics.of_rows, statistics.targets, self._arguments, self.scale, cap)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
-        products = self.kept.pop((rows.start, columns.start), None)
-        if products is None:
-            products = self.logits.products(rows, columns)
+        kept = self.kept.pop((rows.start, columns.start), None)
+        products = self.logits.products(rows, columns) if kept is None else kept[0]
         assert self.logits.weight is not None
         found: Tensor = self._kernels.differentiate(
             products,
