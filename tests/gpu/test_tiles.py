@@ -64,7 +64,7 @@ def test_kernels_equal_torch(
             expected = passed(dtype, labelled, softcap)
         for one, other in zip(found, expected, strict=True):
             error = float((one - other).norm() / other.norm())
-            assert error < (1e-5 if one.dtype == torch.float32 else 1e-2)
+            assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_no_more_than_a_tile_of_logits_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
