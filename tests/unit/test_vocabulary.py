@@ -325,3 +325,27 @@ def test_a_rank_may_have_no_rows_and_columns_of_padding_alone() -> None:
         (logprobs.sum() + entropy.sum()).nan_to_num().backward()
         for tensor in (states, weight):
             assert tensor.grad is not None and not tensor.grad.any()
+
+
+@pytest.mark.parametrize("tiles", [TILES["one"], TILES["rows and columns"]], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_the_gradient_of_the_weights_is_added_to_a_given_sum(
+    tiles: Tiles, dtype: torch.dtype, stands_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks of the weights then see no gradient, or one whose values they must not use."""
+    tiles.set(monkeypatch)
+    torch.manual_seed(0)
+    states, weight = (torch.randn(size, 4).to(dtype).requires_grad_() for size in (100, 64))
+    labels, group = torch.randint(61, (100,)), Alone()
+    distribution: dict[str, Any] = {"vocab_size": 61, "temperature": 0.7, "group": group}
+    vocab_parallel_logprobs(Logits(states, weight), labels, **distribution)[0].sum().backward()
+    assert weight.grad is not None
+    expected, weight.grad = weight.grad.float(), None
+    total = torch.ones(64, 4)
+    logits = Logits(states, weight, weight_grad=total, stands_in=stands_in)
+    vocab_parallel_logprobs(logits, labels, **distribution)[0].sum().backward()
+    assert (weight.grad is not None) == stands_in
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(total, 1 + expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(total[61:], torch.ones(3, 4))
