@@ -44,6 +44,12 @@ def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(autouse=True)
+def as_kernels_read_numbers() -> None:
+    """Mends Triton's interpreter for tests whose files import Triton."""
+    triton_interpreter.mend()
+
+
+@pytest.fixture(autouse=True)
 def as_gloo_connects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts each test without a setting left by a rank in this process. Both ends of a group must connect alike."""
     monkeypatch.setenv(GLOO_LAZY, "")  # restores the old value after the test

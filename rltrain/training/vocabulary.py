@@ -459,7 +459,7 @@ def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     total, factor = torch.ones(16, 16, device=device), torch.eye(16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return bool((total == 1 + factor).all())
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SETTING = "TRITON_INTERPRET"
 ARCHITECTURES = (80, 90, 100)
@@ -26,6 +27,24 @@ def interpret() -> None:
 def interprets() -> bool:
     """Returns whether kernels take CPU tensors here."""
     return os.environ.get(SETTING) == "1"
+
+
+def mend() -> None:
+    """Lets interpreted kernels loop over ranges of loaded numbers with numpy 2.4 and later.
+
+    The interpreter's numbers are arrays with one element, which numpy no longer converts. Does nothing before Triton is
+    imported.
+    """
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or hasattr(interpreter, "mended"):
+        return
+    patch, interpreter.mended = interpreter._patch_lang_tensor, True
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
 
 
 def compiled(
