@@ -43,6 +43,10 @@ class Logits:
     """Whether logits are computed in fp32 from states and weights in half precision."""
     softcap: float | None = None
     """c in c * tanh(x / c), the logits for products x. None: the products are the logits."""
+    weight_grad: Tensor | None = None
+    """fp32 sum [columns, hidden], to which backward adds the gradient of `weight`. None: it returns the gradient."""
+    stands_in: bool = False
+    """With `weight_grad`: whether backward returns a tensor without values for hooks that expect a gradient."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -203,8 +207,10 @@ def vocab_parallel_logprobs(
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
     first, num_valid = logits.valid_columns(vocab_size, group)
     flat = _Labels.of(labels - first, labelled, len(logits))
-    how = logits.wide, logits.softcap, num_valid, 1.0 / temperature, torch.is_grad_enabled()
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits.states, logits.weight, how, flat, group)
+    how = logits.wide, logits.softcap, logits.weight_grad, logits.stands_in
+    logprobs, entropy = _VocabParallelLogprobs.apply(
+        logits.states, logits.weight, how, num_valid, 1.0 / temperature, torch.is_grad_enabled(), flat, group
+    )
     return logprobs.view(labels.shape), entropy
 
 
@@ -272,19 +278,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         weight: Tensor | None,
-        how: tuple[bool, float | None, int, float, bool],
+        how: tuple[Any, ...],
+        num_valid: int,
+        scale: float,
+        may_keep: bool,
         labels: _Labels,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        wide, softcap, num_valid, scale, may_keep = how
-        tiles = _tiles_of(Logits(states, weight, wide, softcap), labels, num_valid, scale)
+        """Takes in `how` the other fields of the logits."""
+        tiles = _tiles_of(Logits(states, weight, *how), labels, num_valid, scale)
         if may_keep and weight is not None and any(ctx.needs_input_grad):
             tiles.num_kept = KEPT_ELEMENTS[_kind(states)]
         found = _statistics(tiles, group)
         log_normalizer = found.maximum + found.exp_sum.log()
         entropy = log_normalizer - found.maximum - found.weighted_sum / found.exp_sum
         ctx.save_for_backward(states, weight, labels.columns, labels.rows, log_normalizer, entropy)
-        ctx.how, ctx.of_labels, ctx.kept = how, (labels.starts, labels.of_each_row), tiles.kept
+        ctx.how, ctx.of_labels, ctx.kept = (how, num_valid, scale), (labels.starts, labels.of_each_row), tiles.kept
         ctx.set_materialize_grads(False)
         return found.targets - log_normalizer[labels.rows], entropy
 
@@ -292,9 +301,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of_logprobs, of_entropy = gradients
         states, weight, columns, rows, log_normalizer, entropy = ctx.saved_tensors
-        wide, softcap, num_valid, scale, _ = ctx.how
+        how, num_valid, scale = ctx.how
         labels = _Labels(columns, rows, *ctx.of_labels)
-        tiles = _tiles_of(Logits(states, weight, wide, softcap), labels, num_valid, scale)
+        tiles = _tiles_of(Logits(states, weight, *how), labels, num_valid, scale)
         tiles.kept, ctx.kept = ctx.kept, {}  # they are overwritten, so a second backward computes them again
         of_labels = (torch.zeros_like(columns, dtype=torch.float32) if of_logprobs is None else of_logprobs) * scale
         # d logprob / d logit = [label] - p;  d entropy / d logit = -p (log p + entropy)
@@ -304,8 +313,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             factor.addcmul_(of_entropy, entropy)
         given = _Given(log_normalizer, factor, of_entropy, of_labels)
         if weight is None:
-            return _gradient_of_logits(tiles, given), *[None] * 4
-        return *_gradients_of_inputs(tiles, given, ctx.needs_input_grad), *[None] * 3
+            return _gradient_of_logits(tiles, given), *[None] * 7
+        return *_gradients_of_inputs(tiles, given, ctx.needs_input_grad), *[None] * 6
 
 
 @dataclass(frozen=True)
@@ -400,28 +409,36 @@ def _gradients_of_inputs(
 
     Sums over tiles are fp32. Those of columns are complete after all rows, so no fp32 copy of the weights is made.
     """
-    states, weight, num_valid = tiles.logits.states, tiles.logits.weight, tiles.num_valid
+    states, weight, total = tiles.logits.states, tiles.logits.weight, tiles.logits.weight_grad
     assert weight is not None
     of_states = torch.zeros_like(states, dtype=torch.float32) if is_needed[0] else None
-    of_weight = torch.empty_like(weight) if is_needed[1] else None
-    if of_weight is not None:
-        of_weight[num_valid if tiles.rows else 0 :] = 0
+    of_weight = None
+    if is_needed[1] and (total is None or tiles.logits.stands_in):
+        of_weight = torch.empty_like(weight)
+    if of_weight is not None and total is None:
+        of_weight[tiles.num_valid if tiles.rows else 0 :] = 0
     for columns in tiles.columns if tiles.rows else ():
-        of_columns = None if of_weight is None else of_weight[columns]
-        is_summed = of_columns is not None and len(tiles.rows) > 1
-        if of_columns is not None and is_summed:
-            of_columns = torch.zeros_like(of_columns, dtype=torch.float32)
+        summed = _sum_of_columns(tiles, columns) if is_needed[1] else None
         for rows in tiles.rows:
             grad = tiles.gradient(rows, columns, given).to(weight.dtype)
             if of_states is not None:
                 _add_product(of_states[rows], grad, weight[columns])
-            if of_columns is not None and is_summed:
-                _add_product(of_columns, grad.T, states[rows])
-            elif of_columns is not None:
-                torch.mm(grad.T, states[rows], out=of_columns)
-        if of_weight is not None and of_columns is not None and is_summed:
-            of_weight[columns] = of_columns
+            if summed is not None:
+                _add_product(summed, grad.T, states[rows])
+            elif of_weight is not None:
+                torch.mm(grad.T, states[rows], out=of_weight[columns])
+        if summed is not None and of_weight is not None and total is None:
+            of_weight[columns] = summed
     return None if of_states is None else of_states.to(states.dtype), of_weight
+
+
+def _sum_of_columns(tiles: "_Tiles", columns: slice) -> Tensor | None:
+    """Returns the fp32 sum of the gradients of some weights over all rows. None: a product has all rows."""
+    logits = tiles.logits
+    if logits.weight_grad is not None:
+        return logits.weight_grad[columns]
+    assert logits.weight is not None
+    return torch.zeros_like(logits.weight[columns], dtype=torch.float32) if len(tiles.rows) > 1 else None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -442,7 +459,7 @@ def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     total, factor = torch.ones(16, 16, device=device), torch.eye(16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return bool((total == 1 + factor).all())
 
@@ -456,8 +473,8 @@ class _Tiles:
     def __init__(self, logits: Logits, labels: _Labels, num_valid: int, scale: float) -> None:
         self.logits, self.labels, self.num_valid, self.scale = logits, labels, num_valid, scale
         self.rows, self.columns = logits.tiles(num_valid)
-        self.kept = dict[tuple[int, int], Tensor]()
-        """Tiles for backward, by their first row and column."""
+        self.kept = dict[tuple[int, int], tuple[Tensor, ...]]()
+        """What is kept of tiles for backward, by their first row and column."""
         self.num_kept = 0
         """Number of logits that may still be kept."""
 
@@ -465,33 +482,36 @@ class _Tiles:
     def _labels_of(self) -> "Callable[[slice, slice], _LabelsOfTile]":
         return self.labels.by_tile(self.rows, self.columns)
 
-    def _keep(self, rows: slice, columns: slice, tile: Tensor) -> bool:
-        """Keeps the tile for backward if it may be kept. Returns whether it is."""
-        if tile.numel() > self.num_kept:
-            return False
-        self.num_kept -= tile.numel()
-        self.kept[rows.start, columns.start] = tile
-        return True
+    def _keep(self, rows: slice, columns: slice, *kept: Tensor) -> None:
+        """Keeps what was computed of a tile for backward, if the first tensor, of the tile's size, may be kept."""
+        if kept[0].numel() <= self.num_kept:
+            self.num_kept -= kept[0].numel()
+            self.kept[rows.start, columns.start] = kept
 
     def read(self, rows: slice, columns: slice, statistics: _Statistics) -> None:
         """Adds a tile to the statistics."""
         scaled, labels = self.logits.scaled((rows, columns), self.scale), self._labels_of(rows, columns)
         statistics.targets[labels.chosen] = labels.masked(scaled.flatten()[labels.places])
         maximum = scaled.amax(1)
-        is_kept = self._keep(rows, columns, scaled)
-        shifted = scaled - maximum[:, None] if is_kept else scaled.sub_(maximum[:, None])
+        shifted = scaled.sub_(maximum[:, None])
+        self._keep(rows, columns, shifted, maximum)
         exponentials = shifted.exp()
-        weighted_sum = shifted.mul_(exponentials).sum(1)
-        statistics.add(rows, (maximum, exponentials.sum(1), weighted_sum), is_first=columns.start == 0)
+        exp_sum = exponentials.sum(1)
+        weighted_sum = exponentials.mul_(shifted).sum(1)
+        statistics.add(rows, (maximum, exp_sum, weighted_sum), is_first=columns.start == 0)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
         """Returns the gradients of a tile's logits, [rows, columns], fp32 or in the type of the weights."""
-        scaled = self.kept.pop((rows.start, columns.start), None)
-        if scaled is None:
-            scaled = self.logits.scaled((rows, columns), self.scale)
-        softcap, labels = self.logits.softcap, self._labels_of(rows, columns)
-        slope = None if softcap is None else (scaled / (softcap * self.scale)).square_().neg_().add_(1)
-        logprobs = scaled.sub_(given.log_normalizer[rows, None])
+        kept, softcap = self.kept.pop((rows.start, columns.start), None), self.logits.softcap
+        shift = given.log_normalizer[rows]
+        if kept is None:
+            logprobs = self.logits.scaled((rows, columns), self.scale).sub_(shift[:, None])
+        else:
+            logprobs = kept[0].sub_((shift - kept[1])[:, None])
+        slope = None
+        if softcap is not None:
+            slope = (logprobs + shift[:, None]).div_(softcap * self.scale).square_().neg_().add_(1)
+        labels = self._labels_of(rows, columns)
         if given.of_entropy is None:
             grad = logprobs.exp_().mul_(given.factor[rows, None])
         else:
@@ -516,9 +536,8 @@ class _KernelTiles(_Tiles):
         self._kernels.read(products, first, statistics.of_rows, statistics.targets, self._arguments, self.scale, cap)
 
     def gradient(self, rows: slice, columns: slice, given: _Given) -> Tensor:
-        products = self.kept.pop((rows.start, columns.start), None)
-        if products is None:
-            products = self.logits.products(rows, columns)
+        kept = self.kept.pop((rows.start, columns.start), None)
+        products = self.logits.products(rows, columns) if kept is None else kept[0]
         assert self.logits.weight is not None
         found: Tensor = self._kernels.differentiate(
             products,

@@ -386,6 +386,7 @@ def test_mistakes_in_a_file_are_named_with_line_key_value_and_expectation(refusa
         ("steps=", "override 'steps=': steps: got null; expected a whole number, at least 1"),
         ("steps.x=3", "override 'steps.x=3': steps is a value, not a section"),
         ("steps=[1", "override 'steps=[1': not valid YAML"),
+        ("model.logits_chunk_tokens=9", "the key was removed: logits are always computed for some tokens"),
         ("actor={a: 1, a: 2}", "actor={a: 1, a: 2}':1: a: the key is given twice"),
         ("actr.parallel.tp=3", "override 'actr.parallel.tp=3': actr: unknown key"),
         ("data.evall.path=x", "the nearest valid key is data.eval"),

@@ -257,3 +257,95 @@ def test_squared_probabilities_equal_softmax(tp: int, vocab_size: int, monkeypat
     squares = partial(module.vocab_parallel_squares, vocab_size=vocab_size, temperature=0.7)
     for found in found_by_ranks(tp, squares, logits, monkeypatch):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [0, 1000], ids=["recomputed", "kept"])
+def test_backward_may_be_repeated(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept logits are overwritten by their gradients."""
+    Tiles(elements=120, rows=30, kept=kept).set(monkeypatch)
+    states, weight = (torch.randn(size, 4, requires_grad=True) for size in (ROWS, 16))
+    group: Any = Alone()
+    logprobs, entropy = vocab_parallel_logprobs(
+        Logits(states, weight), torch.randint(15, (ROWS,)), vocab_size=15, temperature=1.0, group=group
+    )
+    first, second = (
+        torch.autograd.grad((logprobs + entropy).sum(), (states, weight), retain_graph=True) for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trained", ["states", "weight"])
+def test_only_gradients_that_are_needed_are_computed(trained: str, dtype: torch.dtype) -> None:
+    """Frozen heads beside adapters need no gradient of the weights, and a detached layer none of its inputs."""
+    found = {}
+    for needed in ({trained}, {"states", "weight"}):
+        torch.manual_seed(0)
+        inputs = {name: torch.randn(size, 4).to(dtype) for name, size in {"states": ROWS, "weight": 16}.items()}
+        for name in needed:
+            inputs[name].requires_grad_()
+        group: Any = Alone()
+        logits = Logits(inputs["states"], inputs["weight"])
+        labels = torch.arange(ROWS)
+        logprobs, _ = vocab_parallel_logprobs(logits, labels, vocab_size=16, temperature=1.0, group=group)
+        logprobs.sum().backward()
+        assert {name for name, tensor in inputs.items() if tensor.grad is not None} == needed
+        found[len(needed)] = inputs[trained].grad
+    assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_likeliest_tokens_and_squares_come_from_states_too(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32)
+    states, weight = torch.randn(ROWS, 4), torch.randn(16, 4)
+    whole = (states @ weight.T)[:, :15]
+    log_softmax = torch.log_softmax((whole if softcap is None else softcap * (whole / softcap).tanh()) / 0.7, dim=1)
+    logits, group = Logits(states, weight, softcap=softcap), Alone()
+    distribution: dict[str, Any] = {"vocab_size": 15, "temperature": 0.7, "group": group}
+    ids, logprobs = module.vocab_parallel_top(logits, 3, **distribution)
+    expected = log_softmax.topk(3, dim=1)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(logprobs, expected.values, rtol=1e-5, atol=1e-5)
+    squares = module.vocab_parallel_squares(logits, **distribution)
+    torch.testing.assert_close(squares, log_softmax.exp().square().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_may_have_no_rows_and_columns_of_padding_alone() -> None:
+    """All gradients are zeros then, and none is missing."""
+    group: Any = Member(1, 1)
+    for num_rows, vocab_size in ((0, 16), (ROWS, 16)):
+        states, weight = (torch.randn(size, 4, requires_grad=True) for size in (num_rows, 16))
+        labels = torch.zeros(num_rows, dtype=torch.int64)
+        logprobs, entropy = vocab_parallel_logprobs(
+            Logits(states, weight), labels, vocab_size=vocab_size, temperature=1.0, group=group
+        )
+        (logprobs.sum() + entropy.sum()).nan_to_num().backward()
+        for tensor in (states, weight):
+            assert tensor.grad is not None and not tensor.grad.any()
+
+
+@pytest.mark.parametrize("tiles", [TILES["one"], TILES["rows and columns"]], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_the_gradient_of_the_weights_is_added_to_a_given_sum(
+    tiles: Tiles, dtype: torch.dtype, stands_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks of the weights then see no gradient, or one whose values they must not use."""
+    tiles.set(monkeypatch)
+    torch.manual_seed(0)
+    states, weight = (torch.randn(size, 4).to(dtype).requires_grad_() for size in (100, 64))
+    labels, group = torch.randint(61, (100,)), Alone()
+    distribution: dict[str, Any] = {"vocab_size": 61, "temperature": 0.7, "group": group}
+    vocab_parallel_logprobs(Logits(states, weight), labels, **distribution)[0].sum().backward()
+    assert weight.grad is not None
+    expected, weight.grad = weight.grad.float(), None
+    total = torch.ones(64, 4)
+    logits = Logits(states, weight, weight_grad=total, stands_in=stands_in)
+    vocab_parallel_logprobs(logits, labels, **distribution)[0].sum().backward()
+    assert (weight.grad is not None) == stands_in
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(total, 1 + expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(total[61:], torch.ones(3, 4))

@@ -357,8 +357,22 @@ class LanguageModel(torch.nn.Module, PackedModel):
 
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the last chunk's outputs as logits."""
+        return self._head(outputs, cast(ModelChunk, self.chunks[-1]).vocabulary)
+
+    def _head(self, states: Tensor, vocabulary: Tensor) -> Logits:
+        """Returns the logits of `states`. In training the gradient of the vocabulary is added to Megatron's buffer.
+
+        Megatron's hook must then not add it again. With tied embeddings it adds the embedding's gradient.
+        """
         last = cast(ModelChunk, self.chunks[-1])
-        return Logits(outputs, last.vocabulary, self.options.has_wide_head, self.architecture.logits_softcap)
+        total = getattr(vocabulary, "main_grad", None) if vocabulary.requires_grad else None
+        if total is not None and total.dtype != torch.float32:
+            total = None
+        is_tied = last.share_embeddings_and_output_weights and last.pre_process
+        if total is not None and not is_tied:
+            cast(Any, vocabulary).grad_added_to_main_grad = True
+        wide, softcap = self.options.has_wide_head, self.architecture.logits_softcap
+        return Logits(states, vocabulary, wide, softcap, total, stands_in=not is_tied)
 
     @property
     def prediction(self) -> schema.Mtp:
@@ -370,7 +384,7 @@ class LanguageModel(torch.nn.Module, PackedModel):
         """Returns the loss of multi-token prediction from its layer's `states`. Call it on the last pipeline stage."""
         last = cast(ModelChunk, self.chunks[-1])
         vocabulary = last.vocabulary.detach() if self.prediction.trains == "layer" else last.vocabulary
-        head = Logits(states, vocabulary, self.options.has_wide_head, self.architecture.logits_softcap)
+        head = self._head(states, vocabulary)
         return prediction_loss(batch, head, shares, self.pg_collection, self.architecture.vocab_size)
 
     def sum_gradients_of_copies(self) -> None:
