@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltrain.models.attention import halves_of_pairs
-from rltrain.rollout.embedded import EmbeddedEngine, engine, triton_kernels
+from rltrain.models.windows import Windows
+from rltrain.rollout.embedded import EmbeddedEngine, block_cache, engine, triton_kernels
 from rltrain.rollout.embedded.block_cache import KernelBlocks, difference
 from rltrain.rollout.embedded.decoder import PLACE, Slots, draw, draw_by_kernel, random_streams
 from rltrain.rollout.embedded.kv_cache import AttentionShape, Written
@@ -171,10 +172,33 @@ def test_gates_of_attention(dtype: torch.dtype) -> None:
     close(KERNELS.gate_rows(gates, attended, "sigmoid"), expected)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (8, 2, 80)])
-def test_attention_over_blocks(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, 0.7)
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from([(4, 4, 16), (8, 2, 80)]),
+    st.sampled_from([None, 1, 5, 64, 100]),
+    st.sampled_from([None, 0.5, 30.0]),
+    st.booleans(),
+)
+def test_attention_over_blocks(
+    heads: tuple[int, int, int], window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    windows = None if window is None else Windows(window, (True, False))
+    shape = AttentionShape(
+        num_heads, num_kv_heads, head_dim, head_dim, 0.3, windows=windows, softcap=softcap, sinks=sinks
+    )
     assert difference(KernelBlocks, shape, torch.zeros(())) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [{"windows": Windows(8, (True,))}, {"softcap": 5.0}, {"sinks": True}])
+def test_attention_with_other_scores_takes_the_kernel(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    tried = block_cache.difference
+    monkeypatch.setattr(block_cache, "difference", lambda *args: tried(*args[:-1], torch.zeros(())))
+    kind, _ = block_cache.choose_attention(AttentionShape(4, 2, 16, 16, 0.3, **shape), OnGpu())  # type: ignore[arg-type]
+    assert kind is KernelBlocks
 
 
 def slots_of(num_slots: int) -> Slots:
@@ -273,8 +297,12 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kv_tokens", slow_but([None, 2000], 2000))
-@pytest.mark.parametrize("family", slow_but(list(FAMILIES), "qwen3", "gemma2"))
-def test_engines_generate_the_same_tokens(tmp_path: Path, family: str, kv_tokens: int | None) -> None:
+@pytest.mark.parametrize("family", slow_but(list(FAMILIES), "qwen3"))
+def test_engines_generate_the_same_tokens(
+    tmp_path: Path, family: str, kv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kv_tokens and family != "deepseek_v3":  # as on a GPU
+        monkeypatch.setattr(engine, "choose_attention", lambda shape, like: (KernelBlocks, ""))
     plain, fused = (each.generate(ragged_requests(4), GREEDY) for each in pair(tmp_path, family, kv_tokens=kv_tokens))
     for found, expected in zip(fused, plain, strict=True):
         assert found.tokens == expected.tokens
@@ -336,6 +364,7 @@ def launches_of_step(folder: Path, num_layers: int, monkeypatch: pytest.MonkeyPa
 def test_a_dense_layer_decodes_in_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, three = (launches_of_step(tmp_path / str(layers), layers, monkeypatch) for layers in (1, 3))
     of_two_layers = three - one
+    assert of_two_layers.total() == 2 * 9
     assert of_two_layers == {
         "add_norm": 4, "linear": 4, "addmm_": 4, "rotate_heads": 2, "attend_blocks": 2, "gate_rows": 2,
     }  # fmt: skip
@@ -345,28 +374,45 @@ def test_a_dense_layer_decodes_in_nine_launches(tmp_path: Path, monkeypatch: pyt
     assert outside == {**places, **rotations, **logits}
 
 
+INTEGERS = {
+    "_add_norm": "width hidden_stride made_stride",
+    "_rotate_heads": "num_heads num_kv_heads head_dim size fused_stride query_stride rotation_stride rows_step "
+    "row_stride head_stride",
+    "_gate_rows": "width gate_width gate_stride gate_group_stride up_stride",
+    "_finish_step": "num_slots state_stride increments_stride",
+    "_draw": "vocab row_stride",
+    "_attend": "slot_stride head_stride table_stride num_kv_heads group_size head_dim window",
+}
+TYPES = {
+    **dict.fromkeys(("eps", "offset", "temperature", "scale", "softcap"), "fp32"),
+    **dict.fromkeys(("cos", "signed_sin", "weights", "logprobs", "all_logprobs"), "*fp32"),
+    **dict.fromkeys(("rows", "streams", "positions", "tokens", "stops", "state", "increments", "all_tokens"), "*i64"),
+    **dict.fromkeys(("stopped", "failed", "finished"), "*i1"),
+    "table": "*i32",
+}
+NORM = {"columns": 8192, "adds": True, "adds_bias": True, "has_post": True, "norms": True, "centers": False}
+HEADS = {"heads_at_once": 4, "has_norms": True, "by_rows": True}
+SCORES = {"has_window": True, "has_softcap": True, "has_sinks": True}
+
+
 @pytest.mark.slow
-def test_kernels_compile_for_every_gpu_without_spills() -> None:
-    """Sizes are those of models of 0.6 to 32 billion parameters."""
-    integers = dict.fromkeys(("width", "hidden_stride", "made_stride"), "i32") | {"eps": "fp32", "offset": "fp32"}
-    norm = dict.fromkeys(("made", "made_bias", "post_weight", "weight", "bias", "normed"), "*bf16") | integers
-    flags = {"adds": True, "adds_bias": True, "has_post": True, "norms": True, "centers": False}
-    heads = dict.fromkeys(("fused", "query_weight", "key_weight", "queries", "keys", "values"), "*bf16")
-    heads |= {"cos": "*fp32", "signed_sin": "*fp32", "rows": "*i64", "eps": "fp32", "offset": "fp32"}
-    sizes = ("num_heads", "num_kv_heads", "head_dim", "size", "fused_stride", "query_stride", "rotation_stride")
-    heads |= dict.fromkeys((*sizes, "rows_step", "row_stride", "head_stride"), "i32")
-    gates = dict.fromkeys(("gates", "ups", "made"), "*bf16") | {"weights": "*fp32"}
-    gates |= dict.fromkeys(("width", "gate_width", "gate_stride", "gate_group_stride", "up_stride"), "i32")
-    of_heads = {"heads_at_once": 4, "has_norms": True, "by_rows": True}
-    module = "rltrain.rollout.embedded.triton_kernels"
-    for residual in ("*bf16", "*fp32"):
-        signature = norm | {"hidden": residual}
-        found = compiled(module, {"_add_norm": (signature, {"columns": 8192, **flags})}, num_warps=16)
-        assert all(figures["spills"] == 0 for of in found.values() for figures in of.values()), found
-    for head_dim in (128, 256):
-        constants = {"dim_columns": head_dim, "pairs": head_dim == 128, **of_heads}
-        found = compiled(module, {"_rotate_heads": (heads, constants)}, num_warps=2)
-        assert all(figures["spills"] == 0 for of in found.values() for figures in of.values()), found
-    constants = {"kind": 0, "has_weights": True, "rounds": True, "columns": 1024}
-    found = compiled(module, {"_gate_rows": (gates, constants)}, num_warps=4)
-    assert all(figures["spills"] == 0 for of in found.values() for figures in of.values()), found
+@pytest.mark.parametrize(
+    ("name", "constants", "num_warps"),
+    [
+        ("_add_norm", NORM, 16),
+        ("_rotate_heads", {"dim_columns": 128, "pairs": True, **HEADS}, 2),
+        ("_rotate_heads", {"dim_columns": 256, "pairs": False, **HEADS}, 2),
+        ("_gate_rows", {"kind": 0, "has_weights": True, "rounds": True, "columns": 1024}, 4),
+        ("_finish_step", {"num_stops": 2, "slots_at_once": 128}, 4),
+        ("_draw", {"blocks_at_once": 32, "block_tokens": 128, "is_greedy": False}, 8),
+        ("_attend", {"group_rows": 16, "block_tokens": 64, "dim_columns": 128, **dict.fromkeys(SCORES, False)}, 4),
+        ("_attend", {"group_rows": 16, "block_tokens": 64, "dim_columns": 128, **SCORES}, 4),
+    ],
+)
+def test_kernels_compile_for_every_gpu_and_spill_nothing(name: str, constants: dict[str, Any], num_warps: int) -> None:
+    """Sizes are those of models of 0.6 to 32 billion parameters in bfloat16."""
+    signature = {argument: TYPES.get(argument, "*bf16") for argument in getattr(triton_kernels, name).arg_names}
+    signature |= dict.fromkeys(INTEGERS[name].split(), "i32")
+    found = compiled("rltrain.rollout.embedded.triton_kernels", {name: (signature, constants)}, num_warps=num_warps)
+    most_bytes = 64 if name == "_attend" else 0  # a query and a result per thread, in all registers
+    assert all(figures["spills"] <= most_bytes for figures in found[name].values()), found

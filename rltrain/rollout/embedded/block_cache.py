@@ -190,7 +190,8 @@ class VarlenBlocks(BlockAttention):
 
 
 class KernelBlocks(BlockAttention):
-    """rltrain's Triton kernel. It needs only Triton, supports float32 and reads only the blocks in use."""
+    """rltrain's Triton kernel. It needs only Triton, supports float32, windows, soft caps and sinks, and reads only the
+    blocks in use."""
 
     name = "blocks, by rltrain's Triton kernel"
     block_tokens = 64
@@ -210,8 +211,11 @@ class KernelBlocks(BlockAttention):
     def _attend(
         self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        scale = self._shape.scale
-        return self._attention(queries, keys, values, self._table, self._positions, scale).view(len(queries), -1)
+        shape, places = self._shape, (self._table, self._positions)
+        attended = self._attention(
+            queries, keys, values, *places, shape.scale, window=window, softcap=shape.softcap, sinks=sinks
+        )
+        return attended.view(len(queries), -1)
 
 
 class _Sample:
@@ -228,7 +232,7 @@ class _Sample:
             torch.randn(*sizes, elements, generator=generator).to(like)
             for elements in (shape.head_dim, shape.value_dim)
         )
-        self.layers = [(keys, values)]
+        self.layers = [(keys, values)] * (len(shape.windows.layers) if shape.windows else 1)
         self.table = torch.tensor([[3, 5], [1, 6], [4, 2]], dtype=torch.int32, device=like.device)
         self.offsets = torch.arange(self.capacity + 1, dtype=torch.int32, device=like.device)
 
@@ -236,16 +240,23 @@ class _Sample:
 @torch.inference_mode()
 def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> float:
     """Returns the largest difference between `kind` and GatheredBlocks on random input of the dtype and device of
-    `like`.
+    `like`, in a layer with each window of the model.
 
     Raises any error of `kind`.
     """
     positions = torch.tensor([0, kind.block_tokens, 2 * kind.block_tokens - 7], device=like.device)
+    num_layers = len(shape.windows.layers) if shape.windows else 1
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(3, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator).to(like)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    sinks = q[0, :, 0].contiguous() if shape.sinks else None
     found, expected = (
-        attention(_Sample(kind, shape, like), positions, 2 * kind.block_tokens)(0, q, k, v)
+        torch.stack(
+            [
+                attention(_Sample(kind, shape, like), positions, 2 * kind.block_tokens)(layer, q, k, v, sinks)
+                for layer in {shape.window(layer): layer for layer in range(num_layers)}.values()
+            ]
+        )
         for attention in (kind, GatheredBlocks)
     )
     return float((found.float() - expected.float()).abs().max().nan_to_num(torch.inf))
@@ -255,12 +266,12 @@ def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAtt
     """Returns (the fastest working kind, a description with the reasons against others).
 
     On CUDA it tries the kernels, because they depend on torch, the GPU and the dtype of `like`. Latents need
-    GatheredBlocks. So do windows, soft-capped scores and sinks, because no kernel supports them.
+    GatheredBlocks. Only rltrain's own kernel supports windows, soft-capped scores and sinks.
     """
     reasons: list[str] = []
-    takes_scores = shape.softcap is not None or shape.sinks
-    by_kernel = like.is_cuda and not shape.latent and shape.windows is None and not takes_scores
-    for kind in (VarlenBlocks, KernelBlocks) if by_kernel else ():
+    plain = shape.windows is None and shape.softcap is None and not shape.sinks
+    kinds: tuple[type[BlockAttention], ...] = (VarlenBlocks, KernelBlocks) if plain else (KernelBlocks,)
+    for kind in kinds if like.is_cuda and not shape.latent else ():
         reason = _why_not(kind, shape, like)
         if not reason:
             return kind, "; not ".join([kind.name, *reasons])

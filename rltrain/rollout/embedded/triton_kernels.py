@@ -156,9 +156,10 @@ def finish_step(
 
 @triton.jit
 def _attend(
-    queries, keys, values, table, positions, attended, scale,
-    slot_stride, head_stride, table_stride, num_kv_heads, group_size, head_dim,
+    queries, keys, values, table, positions, attended, sinks, scale, softcap,
+    slot_stride, head_stride, table_stride, num_kv_heads, group_size, head_dim, window,
     group_rows: tl.constexpr, block_tokens: tl.constexpr, dim_columns: tl.constexpr,
+    has_window: tl.constexpr, has_softcap: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
     """Attends for one slot and KV head per program, with an online softmax over blocks (arXiv:1805.02867)."""
     slot, kv_head = tl.program_id(0), tl.program_id(1)
@@ -170,14 +171,17 @@ def _attend(
     largest = tl.full([group_rows], float("-inf"), tl.float32)
     total = tl.zeros([group_rows], tl.float32)
     result = tl.zeros([group_rows, dim_columns], tl.float32)
-    for first in range(0, length, block_tokens):
+    seen = tl.maximum(length - window, 0) if has_window else 0
+    for first in range(seen // block_tokens * block_tokens, length, block_tokens):
         block = tl.load(table + slot * table_stride + first // block_tokens).to(tl.int64)
-        is_there = first + place < length
+        is_there = (first + place < length) & (first + place >= seen)
         rows = ((block * block_tokens + place) * num_kv_heads + kv_head) * head_dim
         is_read = is_there[:, None] & (dim < head_dim)[None, :]
         k = tl.load(keys + rows[:, None] + dim[None, :], mask=is_read, other=0.0)
         v = tl.load(values + rows[:, None] + dim[None, :], mask=is_read, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if has_softcap:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * scores) + 1.0))  # tanh
         scores = tl.where(is_there[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - new_largest[:, None])
@@ -185,29 +189,47 @@ def _attend(
         total = total * kept + tl.sum(weights, 1)
         result = result * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
+    if has_sinks:
+        sink = tl.load(sinks + kv_head * group_size + head, mask=head < group_size, other=0.0).to(tl.float32)
+        new_largest = tl.maximum(largest, sink)
+        kept = tl.exp(largest - new_largest)
+        total = total * kept + tl.exp(sink - new_largest)
+        result = result * kept[:, None]
     num_heads = num_kv_heads * group_size
     places = (slot * num_heads + heads) * head_dim + dim[None, :]
     tl.store(attended + places, (result / total[:, None]).to(q.dtype), mask=is_query)
 
 
 def attend_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends to blocks. Returns [slots, heads, head_dim], the shape of `queries`.
 
     `keys` and `values` are a layer's blocks, `table` has the blocks of each slot, `positions` [slots] the queries'
-    positions. Scores are multiplied by `scale`.
+    positions. Scores are multiplied by `scale`. For `window`, `softcap` and `sinks` see models.attention.attend.
     """
     num_slots, num_heads, head_dim = queries.shape
     _, block_tokens, num_kv_heads, _ = keys.shape
     group_size = num_heads // num_kv_heads
     attended = queries.new_empty(queries.shape)
     _attend[num_slots, num_kv_heads](
-        queries, keys, values, table, positions, attended, scale,
-        queries.stride(0), queries.stride(1), table.stride(0), num_kv_heads, group_size, head_dim,
+        queries, keys, values, table, positions, attended, _or(sinks, queries), scale, softcap or 1.0,
+        queries.stride(0), queries.stride(1), table.stride(0), num_kv_heads, group_size, head_dim, window or 0,
         group_rows=max(16, triton.next_power_of_2(group_size)),  # the minimum of matrix units
         block_tokens=block_tokens,
         dim_columns=max(16, triton.next_power_of_2(head_dim)),
+        has_window=window is not None,
+        has_softcap=softcap is not None,
+        has_sinks=sinks is not None,
         num_warps=4,
         num_stages=2,
     )  # fmt: skip
