@@ -37,7 +37,7 @@ from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_attention import compute_fused
 from rltrain.training.fsdp_model import empty_model
-from rltrain.training.megatron import platform
+from rltrain.training.megatron import model_config, platform
 from rltrain.training.megatron.model import LanguageModel, build_model
 from rltrain.training.packed_attention import PackedRows, packed_rows
 
@@ -97,12 +97,14 @@ class CountingMode(TorchDispatchMode):
 def as_on_a_gpu() -> Iterator[None]:
     """Builds models on the meta device and lets them choose a GPU's kernels."""
     platform.adapt_to_platform()
+    platform.add_products_by_torch()
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "current_device", lambda: META),
             (attention, "FLASH_DEVICE", META.type),
             (attention, "fused_kernels", lambda device: fused),
             (fused, "launch", _launch),
+            (model_config, "accumulates_in_products", lambda device: True),
             (torch.nn.functional, "rms_norm", _rms_norm),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -168,6 +170,8 @@ def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: 
     chunk: Any = model.chunks[0]
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
+    for parameter in chunk.parameters():
+        parameter.main_grad = parameter.main_grad.to(META)
     sequences = model.sequences(lengths)
     hidden = torch.empty(
         sum(lengths), 1, architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
@@ -221,19 +225,19 @@ def least(architecture: Architecture) -> list[Part]:
     Weights' gradients are added to fp32 sums, which are read and written: four elements of bf16 for each.
     """
     hidden, inner = architecture.hidden_size, architecture.ffn_hidden_size
-    queries = architecture.num_heads * architecture.head_dim
-    fused = queries + 2 * architecture.num_kv_heads * architecture.head_dim
+    queries, keys = (count * architecture.head_dim for count in (architecture.num_heads, architecture.num_kv_heads))
+    turned, fused = queries + keys, queries + 2 * keys
     products = [(hidden, fused), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
     weights = sum(rows * columns for rows, columns in products)
     ends = sum(rows + columns for rows, columns in products)
     return [
         Part("norms with residual", 2 * 4 * hidden, 2 * hidden, 2),
-        Part("head norms and rotation", 2 * fused),
+        Part("head norms and rotation", 2 * turned),
         Part("attention", fused + queries),
         Part("SwiGLU", 3 * inner),
         Part("products", ends, weights, 4),
         Part("norms, backward", 2 * 4 * hidden, 2 * 5 * hidden, 2),
-        Part("head norms and rotation, backward", 3 * fused),
+        Part("head norms and rotation, backward", 3 * turned + 2 * keys),
         Part("attention, backward", 2 * fused + 2 * queries, launches=KERNELS["_varlen_attn_backward"]),
         Part("SwiGLU, backward", 5 * inner),
         Part("products, backward", 2 * ends, weights + 4 * weights, 8),
