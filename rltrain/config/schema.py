@@ -263,8 +263,9 @@ class Residency(Section):
     when it returns."""
     prefetch: bool = True
     """Brings the next role's memory back before the present task ends, if there is room."""
-    allocator: Literal["torch", "torch_memory_saver"] = "torch"
-    """`torch_memory_saver`, if installed, releases physical memory under unchanged addresses."""
+    allocator: Literal["auto", "torch", "torch_memory_saver"] = "auto"
+    """Memory that leaves a GPU. `torch` returns it elsewhere. `auto` keeps the addresses of embedded engines' weights
+    and KV caches, if the driver can. `torch_memory_saver`, if installed, keeps all addresses."""
 
 
 class Timeouts(Section):

@@ -1,7 +1,7 @@
 """Copies between device and host on a separate stream. Also moves models to the device of their role."""
 
 import resource
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +14,10 @@ from torch import Tensor
 
 SPARE_BYTES = 2**30
 """Bytes that a prefetch leaves free, as a margin for errors in the estimated need of the present task."""
+
+
+MAPPED_BYTES: Counter[torch.device] = Counter()
+"""Bytes of each device that are in use beside torch's allocator, as memory at reserved addresses."""
 
 
 class DeviceMemory:
@@ -74,7 +78,7 @@ class CudaMemory(DeviceMemory):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
         self._task: str | None = None
-        self._before_task = 0
+        self._before_task = self._mapped_bytes = 0
         self._needs: dict[str, int] = {}
         self._peak = 0
 
@@ -102,10 +106,11 @@ class CudaMemory(DeviceMemory):
         self._note_need()
         torch.cuda.reset_peak_memory_stats(self.device)
         self._task, self._before_task = task, torch.cuda.memory_allocated(self.device)
+        self._mapped_bytes = MAPPED_BYTES[self.device]
 
     def _note_need(self) -> None:
         most = torch.cuda.max_memory_allocated(self.device)
-        self._peak = max(self._peak, most)
+        self._peak = max(self._peak, most + self._mapped_bytes)
         if self._task is not None:
             need = most - self._before_task
             self._needs[self._task] = max(need, self._needs.get(self._task, 0))
@@ -118,12 +123,12 @@ class CudaMemory(DeviceMemory):
         return max(torch.cuda.memory_reserved(self.device) - resident_bytes, 0)
 
     def take_peak_bytes(self) -> int:
-        peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+        peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) + self._mapped_bytes)
         self._peak = 0
         return peak
 
     def reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+        return torch.cuda.memory_reserved(self.device) + MAPPED_BYTES[self.device]
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

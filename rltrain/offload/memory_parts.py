@@ -1,7 +1,10 @@
 """Movable parts of a role's memory: device storages, parts on the host, memory of other processes, and late copies."""
 
+import ctypes
+import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rltrain.errors import ConfigError
-from rltrain.offload.device_memory import copy_bytes
+from rltrain.offload.device_memory import MAPPED_BYTES, copy_bytes
 from rltrain.offload.host_memory import HostRegion, aligned
 
 # Ways to free and reallocate the memory of device storages.
@@ -78,6 +81,178 @@ class PausedRegion:
         return 0 if self._paused else sum(storage.nbytes() for storage, _ in storages)
 
 
+class ReservedMemory:
+    """Device memory of the CUDA driver at reserved addresses. Physical memory leaves and returns, the addresses stay.
+
+    Torch's allocator does not know of it. It is for tensors that one role makes once and keeps.
+    """
+
+    keeps_addresses = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mappings: dict[int, _Mapping] = {}
+
+    def zeros(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Returns zeroed tensors of these shapes and dtypes, in one storage. Raises OutOfMemoryError if they do not
+        fit."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        total = sum(aligned(size) for size in sizes)
+        if not total:
+            return [torch.zeros(*shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
+        mapping = _Mapping(total, self._device)
+        owner = _CudaArray(mapping.address, total)
+        memory = torch.as_tensor(owner, device=self._device).zero_()  # its storage holds the owner
+        self._mappings[mapping.address] = mapping
+        weakref.finalize(owner, self._drop, mapping).atexit = False
+        tensors, begin = [], 0
+        for (shape, dtype), size in zip(kinds, sizes, strict=True):
+            tensors.append(memory[begin : begin + size].view(dtype).view(*shape))
+            begin += aligned(size)
+        return tensors
+
+    def free(self, storages: SizedStorages) -> None:
+        for storage, _ in storages:
+            if mapping := self._mappings.get(storage.data_ptr()):
+                mapping.unmap()
+            else:
+                storage.resize_(0)
+
+    def allocate(self, storages: SizedStorages) -> None:
+        for storage, size in storages:
+            if mapping := self._mappings.get(storage.data_ptr()):
+                mapping.map()
+            else:
+                storage.resize_(size)
+
+    def allocated_bytes(self, storages: SizedStorages) -> int:
+        """Returns the bytes from torch's allocator, to which the memory here does not belong."""
+        return sum(storage.nbytes() for storage, _ in storages if storage.data_ptr() not in self._mappings)
+
+    def _drop(self, mapping: "_Mapping") -> None:
+        del self._mappings[mapping.address]
+        mapping.close()
+
+
+class _CudaArray:
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation of cuda.h."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp of cuda.h. The zeroed rest shares nothing and compresses nothing."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("rest", ctypes.c_uint64 * 2),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc of cuda.h."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_PINNED, _ON_DEVICE, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
+
+
+class _Mapping:
+    """A range of reserved addresses with physical memory, or without it after `unmap`."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._location = _Location(_ON_DEVICE, device.index or 0)
+        self._properties = _Properties(_PINNED, 0, self._location)
+        self._handle: ctypes.c_uint64 | None = None
+        granule, address = ctypes.c_size_t(), ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # makes the device's context this thread's
+            _driver("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(self._properties), 0)
+            self._size = ctypes.c_size_t(-(-num_bytes // granule.value) * granule.value)
+            zero = ctypes.c_uint64(0)
+            _driver("cuMemAddressReserve", ctypes.byref(address), self._size, ctypes.c_size_t(0), zero, zero)
+        self._pointer, self.address = address, int(address.value)
+        try:
+            self.map()
+        except BaseException:
+            self.close()
+            raise
+
+    def map(self) -> None:
+        """Gives the range physical memory with undefined contents. Raises OutOfMemoryError if there is too little."""
+        handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+        create = (ctypes.byref(handle), self._size, ctypes.byref(self._properties), zero)
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            if _status("cuMemCreate", *create) == _OUT_OF_MEMORY:
+                torch.cuda.empty_cache()  # torch's allocator may hold it
+                _driver("cuMemCreate", *create)
+            self._handle = handle
+            MAPPED_BYTES[self._device] += self._size.value
+            _driver("cuMemMap", self._pointer, self._size, ctypes.c_size_t(0), handle, zero)
+            access = _Access(self._location, _READ_WRITE)
+            _driver("cuMemSetAccess", self._pointer, self._size, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        """Returns the physical memory to the device, once no kernel uses it."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            _driver("cuMemUnmap", self._pointer, self._size)
+            _driver("cuMemRelease", self._handle)
+        self._handle = None
+        MAPPED_BYTES[self._device] -= self._size.value
+
+    def close(self) -> None:
+        """Gives up the addresses."""
+        if self._handle is not None:
+            self.unmap()
+        _driver("cuMemAddressFree", self._pointer, self._size)
+
+
+def _status(function: str, *arguments: Any) -> int:
+    status: int = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    return status
+
+
+def _driver(function: str, *arguments: Any) -> None:
+    """Calls a function of the CUDA driver. Raises OutOfMemoryError or RuntimeError if it fails."""
+    status = _status(function, *arguments)
+    if status:
+        kind = torch.OutOfMemoryError if status == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"{function} of the CUDA driver returned error {status}, not 0")
+
+
+def reserved_memory(device: torch.device) -> ReservedMemory | None:
+    """Returns memory at reserved addresses, or None if `device` has none: a CPU, or a GPU whose driver refuses it."""
+    if device.type != "cuda":
+        return None
+    memory = ReservedMemory(device)
+    try:
+        (tensor,) = memory.zeros([((4,), torch.int64)])
+        storages: SizedStorages = [(tensor.untyped_storage(), tensor.nbytes)]
+        memory.free(storages)
+        memory.allocate(storages)
+        works = int(tensor.fill_(3).sum()) == 12
+    except (OSError, AttributeError, RuntimeError):  # no driver, an old one, or one without virtual memory
+        return None
+    return memory if works else None
+
+
 def memory_saver() -> Any:
     """Returns torch_memory_saver in hook mode for torch's allocator. Raises ConfigError if it is not installed."""
     try:
@@ -113,7 +288,7 @@ class MemoryPart:
         self._forget = forget
         self._region: HostRegion | None = None
         self._away: SizedStorages = []
-        self.memory: ResizedStorages | PausedRegion = ResizedStorages()
+        self.memory: ResizedStorages | PausedRegion | ReservedMemory = ResizedStorages()
         """Can be replaced while the part is on the device, before it leaves for the first time."""
         self.place: Literal["device", "host", "dropped"] = "device"
         self.host_is_current = False

@@ -287,13 +287,23 @@ DTYPES = {
 }
 
 
-def allocate_parameters(layout: Layout, rank: int, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Returns a zeroed tensor for every parameter of `rank` in `layout`, by name."""
-    kinds = parameter_types(layout, layout.parts[layout.ranks.index(rank)]).tolist()
-    return {
-        name: torch.zeros(shape, dtype=DTYPES[ElementType(kind)], device=device)
-        for (name, shape), kind in zip(layout.on(rank).parameters, kinds, strict=True)
-    }
+Zeros = Callable[[Sequence[tuple[Sequence[int], torch.dtype]]], list[Tensor]]
+"""A function that returns zeroed tensors of these shapes and dtypes."""
+
+
+def allocate_parameters(
+    layout: Layout, rank: int, *, device: torch.device | str = "cpu", zeros: Zeros | None = None
+) -> dict[str, Tensor]:
+    """Returns a zeroed tensor for every parameter of `rank` in `layout`, by name. `zeros` allocates them on another
+    way than torch."""
+    numbers = parameter_types(layout, layout.parts[layout.ranks.index(rank)]).tolist()
+    parameters = layout.on(rank).parameters
+    kinds = [(shape, DTYPES[ElementType(number)]) for (_, shape), number in zip(parameters, numbers, strict=True)]
+    if zeros is None:
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    else:
+        tensors = zeros(kinds)
+    return {name: tensor for (name, _), tensor in zip(parameters, tensors, strict=True)}
 
 
 # FP8 in blocks by torch operations. The kernels equal this reference bit for bit.

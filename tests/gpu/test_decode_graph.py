@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rltrain.offload.memory_parts import MemoryPart, reserved_memory
 from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded import engine as engine_module
 from rltrain.rollout.embedded.decoder import CudaGraphs
+from rltrain.rollout.embedded.layers import choose_kernels
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.support.rollout_models import load_engine, ragged_requests, write_checkpoint
@@ -76,6 +79,44 @@ def test_graphs_are_the_default_and_follow_weights_and_cache(checkpoint: Path, t
     assert [bits(done) for done in generate(engine, 1)] == changed
     engine.release_cache()
     assert [bits(done) for done in generate(engine, 1)] == changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_layers_are_chosen_and_give_torchs_tokens(
+    checkpoint: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, reason = choose_kernels(torch.device("cuda"), dtype)
+    assert kernels is not None, reason
+    options = {"dtype": dtype, "device": "cuda", "kv_tokens": 4000}
+    fused, _ = load_engine(checkpoint, **options)
+    monkeypatch.setattr(engine_module, "choose_kernels", lambda device, dtype: (None, ""))
+    plain, _ = load_engine(checkpoint, **options)
+    found, expected = (engine.generate(ragged_requests(8), SAMPLINGS[1]) for engine in (fused, plain))
+    pairs = [
+        pair for one, other in zip(found, expected, strict=True) for pair in zip(one.tokens, other.tokens, strict=False)
+    ]
+    same = sum(one == other for one, other in pairs)
+    assert same == len(pairs) if dtype == torch.float32 else same > len(pairs) // 2
+
+
+def test_graphs_stay_valid_while_memory_leaves_and_returns(checkpoint: Path) -> None:
+    memory = reserved_memory(torch.device("cuda", 0))
+    assert memory is not None, "the driver has virtual memory"
+    graphs = CountedGraphs()
+    options = {"record": graphs, "kv_tokens": 4000, "cache_returns": lambda: True}
+    engine, _ = load_engine(checkpoint, device="cuda:0", zeros=memory.zeros, **options)
+    part = MemoryPart(engine.cache_tensors, forget=engine.release_cache)
+    part.memory = memory
+    expected, recorded = None, []
+    for _ in range(4):
+        done = [bits(each) for each in generate(engine, 2)]
+        expected = expected or done
+        assert done == expected
+        recorded.append(graphs.num_recorded)
+        part.leave(drop=True)
+        part.allocate()
+        part.fill(rewritten=True)
+    assert recorded[1] == recorded[2] == recorded[3], "captured anew at most once"
 
 
 def test_the_memory_of_graphs_goes_with_the_cache(checkpoint: Path) -> None:

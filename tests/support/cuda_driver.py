@@ -37,7 +37,7 @@ def install(library: Path) -> ctypes.CDLL:
         if not hasattr(data, "__cuda_array_interface__"):
             return as_tensor(data, device=device, **settings)
         assert str(device) == "cuda:0"
-        return _tensor_at(driver, data.__cuda_array_interface__)
+        return _tensor_at(driver, data)
 
     fakes: dict[str, Any] = {
         "synchronize": lambda device=None: driver.stand_in_make_current(),
@@ -51,8 +51,9 @@ def install(library: Path) -> ctypes.CDLL:
     return driver
 
 
-def _tensor_at(driver: ctypes.CDLL, interface: dict[str, Any]) -> Tensor:
+def _tensor_at(driver: ctypes.CDLL, owner: Any) -> Tensor:
     """Returns the bytes at the address of a CUDA array interface, as described in numba's documentation."""
+    interface = owner.__cuda_array_interface__
     assert {name: interface[name] for name in ("typestr", "strides", "version")} == {
         "typestr": "|u1",
         "strides": None,
@@ -62,4 +63,6 @@ def _tensor_at(driver: ctypes.CDLL, interface: dict[str, Any]) -> Tensor:
     assert isinstance(address, int) and is_read_only is False
     host = driver.stand_in_host_address(ctypes.c_uint64(address))
     assert host, f"{address:#x} is no address on the device"
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(host), dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(host)
+    memory.owner = owner  # type: ignore[attr-defined]  # torch keeps it as long as the storage
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -12,7 +12,7 @@ import transformers
 from rltrain.checkpoint.hf_reader import load_parameters
 from rltrain.models import Architecture, read_architecture
 from rltrain.planning.memory import kv_bytes, state_bytes
-from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.reshard.copy_table import Zeros, allocate_parameters
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_tables import GB, KvBudget
 from rltrain.rollout.embedded.decoder import Record
@@ -90,9 +90,10 @@ def load_engine(
     kv_tokens: int | None = None,
     cache_returns: Callable[[], bool] = lambda: False,
     record_routing: bool = False,
+    zeros: Zeros | None = None,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
-    """Returns an engine with the checkpoint, and the parameters that it reads. Its KV cache has room for
-    `kv_tokens`."""
+    """Returns an engine with the checkpoint, and the parameters that it reads. Its KV cache has room for `kv_tokens`,
+    and `zeros` allocates it."""
     architecture = read_architecture(path)
     layout = engine_layout(architecture, grid or Grid((0,)), dtype=str(dtype).removeprefix("torch."))
     parameters = allocate_parameters(layout, rank, device=device)
@@ -112,6 +113,7 @@ def load_engine(
         else None,
         cache_returns=cache_returns,
         record_routing=record_routing,
+        zeros=zeros,
     )
     return engine, parameters
 

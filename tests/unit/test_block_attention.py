@@ -70,9 +70,19 @@ def attended(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengt
 
 
 def attend_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Computes the result of the Triton kernel and accepts only the kernel's strides."""
+    """Computes the result of the Triton kernel for plain scores and accepts only the kernel's strides."""
+    assert window is softcap is sinks is None
     num_slots, block_tokens = len(queries), keys.shape[1]
     assert keys.is_contiguous() and values.is_contiguous() and queries.stride(2) == 1
     assert table.dtype == torch.int32 and table.stride(1) == 1 and positions.stride(0) == 1

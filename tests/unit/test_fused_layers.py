@@ -198,6 +198,11 @@ def test_launches_of_a_layer(backend: str, counted: dict[str, launches.Counts]) 
     assert sum(counted[backend].launches.values()) <= MOST_LAUNCHES[backend]
 
 
+def test_launches_of_a_layer_in_a_decode_step() -> None:
+    counts = launches.measure_decoding(launches.SHIPPED / "Qwen3-0.6B", 8, 256)
+    assert sum(counts.launches.values()) == 9
+
+
 @pytest.fixture(scope="module")
 def counted(groups: ProcessGroups) -> dict[str, launches.Counts]:
     return launches.measure(launches.SHIPPED / "Qwen3-0.6B", [512, 512])

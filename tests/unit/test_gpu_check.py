@@ -250,6 +250,37 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+def reserving(folder: Path, case: str) -> dict[str, Any]:
+    """Returns what a case of tests/support/reserving_process.py finds."""
+    done = run([sys.executable, "-m", "tests.support.reserving_process", str(build(folder)), case], timeout_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_recorded_steps_outlive_moves_of_the_kv_cache(tmp_path: Path) -> None:
+    found = reserving(tmp_path, "generations")
+    assert all(found["equal"]) and not any(found["bytes"])
+    first, second, *later = found["recorded"]
+    assert 0 < first < second and later == [second, second], "the cache moves once, when other roles have allocated"
+
+
+def test_memory_leaves_and_returns_under_the_same_addresses(tmp_path: Path) -> None:
+    page = 2**21
+    assert reserving(tmp_path, "moves") == {
+        "bytes after the trial": 0,
+        "zeros": [[3, 5], [page], [0, 2]],
+        "bytes": [3 * page, 3 * page],
+        "bytes away": [0, 0, 0],
+        "too much": "cuMemCreate of the CUDA driver returned error 2, not 0",
+        "addresses stay": True,
+        "content": [float(number) for number in range(15)],
+        "dropped": False,
+        "bytes at the end": [0, 0],
+    }
+
+
 def test_what_one_process_stages_the_other_one_loads(found: dict[str, Any]) -> None:
     assert found["weights"] == {"version": 2, "same": True, "kinds": ["cuda"]}
     assert found["other ended with"] == 0

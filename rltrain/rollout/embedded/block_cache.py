@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltrain.errors import ConfigError
 from rltrain.models.attention import attend
+from rltrain.reshard.copy_table import Zeros
 from rltrain.rollout.embedded.block_tables import BlockTables, EnteredSample, KvBudget, blocks_of, num_blocks
 from rltrain.rollout.embedded.kv_cache import (
     AttentionShape,
@@ -24,6 +25,7 @@ from rltrain.rollout.embedded.kv_cache import (
     StepStates,
     Suffix,
     SuffixAttention,
+    Written,
     rounded,
     unseen_bias,
     window_biases,
@@ -81,7 +83,17 @@ class BlockAttention:
         stored_keys.flatten(0, 1).index_copy_(0, self._written, keys)
         if not self._shape.latent:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
-        return self._attend(stored_keys, stored_values, queries, self._shape.window(layer), sinks)
+        return self.attend(layer, queries, sinks)
+
+    def written(self, layer: int) -> Written:
+        """Returns the places of the tokens (see DecodeAttention)."""
+        keys, values = self._layers[layer]
+        return Written(keys, values, self._written, keys.stride(1), keys.stride(2))
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attends to stored tokens (see DecodeAttention)."""
+        keys, values = self._layers[layer]
+        return self._attend(keys, values, queries, self._shape.window(layer), sinks)
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:
         """Keeps the experts of the tokens (see DecodeAttention)."""
@@ -178,7 +190,8 @@ class VarlenBlocks(BlockAttention):
 
 
 class KernelBlocks(BlockAttention):
-    """rltrain's Triton kernel. It needs only Triton, supports float32 and reads only the blocks in use."""
+    """rltrain's Triton kernel. It needs only Triton, supports float32, windows, soft caps and sinks, and reads only the
+    blocks in use."""
 
     name = "blocks, by rltrain's Triton kernel"
     block_tokens = 64
@@ -198,8 +211,11 @@ class KernelBlocks(BlockAttention):
     def _attend(
         self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        scale = self._shape.scale
-        return self._attention(queries, keys, values, self._table, self._positions, scale).view(len(queries), -1)
+        shape, places = self._shape, (self._table, self._positions)
+        attended = self._attention(
+            queries, keys, values, *places, shape.scale, window=window, softcap=shape.softcap, sinks=sinks
+        )
+        return attended.view(len(queries), -1)
 
 
 class _Sample:
@@ -216,7 +232,7 @@ class _Sample:
             torch.randn(*sizes, elements, generator=generator).to(like)
             for elements in (shape.head_dim, shape.value_dim)
         )
-        self.layers = [(keys, values)]
+        self.layers = [(keys, values)] * (len(shape.windows.layers) if shape.windows else 1)
         self.table = torch.tensor([[3, 5], [1, 6], [4, 2]], dtype=torch.int32, device=like.device)
         self.offsets = torch.arange(self.capacity + 1, dtype=torch.int32, device=like.device)
 
@@ -224,16 +240,23 @@ class _Sample:
 @torch.inference_mode()
 def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> float:
     """Returns the largest difference between `kind` and GatheredBlocks on random input of the dtype and device of
-    `like`.
+    `like`, in a layer with each window of the model.
 
     Raises any error of `kind`.
     """
     positions = torch.tensor([0, kind.block_tokens, 2 * kind.block_tokens - 7], device=like.device)
+    num_layers = len(shape.windows.layers) if shape.windows else 1
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(3, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator).to(like)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    sinks = q[0, :, 0].contiguous() if shape.sinks else None
     found, expected = (
-        attention(_Sample(kind, shape, like), positions, 2 * kind.block_tokens)(0, q, k, v)
+        torch.stack(
+            [
+                attention(_Sample(kind, shape, like), positions, 2 * kind.block_tokens)(layer, q, k, v, sinks)
+                for layer in {shape.window(layer): layer for layer in range(num_layers)}.values()
+            ]
+        )
         for attention in (kind, GatheredBlocks)
     )
     return float((found.float() - expected.float()).abs().max().nan_to_num(torch.inf))
@@ -243,12 +266,12 @@ def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAtt
     """Returns (the fastest working kind, a description with the reasons against others).
 
     On CUDA it tries the kernels, because they depend on torch, the GPU and the dtype of `like`. Latents need
-    GatheredBlocks. So do windows, soft-capped scores and sinks, because no kernel supports them.
+    GatheredBlocks. Only rltrain's own kernel supports windows, soft-capped scores and sinks.
     """
     reasons: list[str] = []
-    takes_scores = shape.softcap is not None or shape.sinks
-    by_kernel = like.is_cuda and not shape.latent and shape.windows is None and not takes_scores
-    for kind in (VarlenBlocks, KernelBlocks) if by_kernel else ():
+    plain = shape.windows is None and shape.softcap is None and not shape.sinks
+    kinds: tuple[type[BlockAttention], ...] = (VarlenBlocks, KernelBlocks) if plain else (KernelBlocks,)
+    for kind in kinds if like.is_cuda and not shape.latent else ():
         reason = _why_not(kind, shape, like)
         if not reason:
             return kind, "; not ".join([kind.name, *reasons])
@@ -275,7 +298,7 @@ class BlockCache(KvCache):
     The budget determines the number of blocks. The memory is allocated once, at the first need, and never grows or
     moves until `release`. All entries are finite even before they are written, so masked entries contribute exactly
     zero. `agree` returns the least of the numbers given by the engine's ranks. The budget also covers per-sample states
-    of all slots.
+    of all slots. `zeros` allocates the memory on another way than torch.
     """
 
     def __init__(
@@ -285,7 +308,9 @@ class BlockCache(KvCache):
         budget: KvBudget,
         attention: type[BlockAttention],
         agree: Callable[[int], int],
+        zeros: Zeros | None = None,
     ) -> None:
+        self._zeros = zeros
         self.block_tokens = attention.block_tokens
         self.capacity = blocks_of(shape.max_positions, self.block_tokens) * self.block_tokens
         max_slots, device = shape.max_slots, shape.device
@@ -295,7 +320,7 @@ class BlockCache(KvCache):
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
         self.shape = shape.attention
         self._num_layers, self._routing_shape = shape.num_layers, shape.routing
-        self.states = SampleStates(shape.states, shape.dtype, device) if shape.states else None
+        self.states = SampleStates(shape.states, shape.dtype, device, zeros) if shape.states else None
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -470,13 +495,22 @@ class BlockCache(KvCache):
     def _hold(self, like: Tensor, num_blocks: int) -> None:
         shape = self.shape
         sizes = (self._num_layers, num_blocks, self.block_tokens, shape.num_kv_heads)
-        self._keys = like.new_zeros(*sizes, shape.head_dim)
-        self._values = self._keys[..., : shape.value_dim] if shape.latent else like.new_zeros(*sizes, shape.value_dim)
-        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
-        self.routing: tuple[Tensor, ...] = ()
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((*sizes, shape.head_dim), like.dtype)]
+        if not shape.latent:
+            kinds.append(((*sizes, shape.value_dim), like.dtype))
         if self._routing_shape is not None:
-            self.routing = (self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=like.device),)
+            routing = self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=torch.device("meta"))
+            kinds.append((tuple(routing.shape), routing.dtype))
+        zeros = self._zeros if self._zeros and num_blocks else _torch_zeros(like.device)
+        self._keys, *rest = zeros(kinds)
+        self._values = self._keys[..., : shape.value_dim] if shape.latent else rest.pop(0)
+        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
+        self.routing: tuple[Tensor, ...] = tuple(rest)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
+
+
+def _torch_zeros(device: torch.device) -> Zeros:
+    return lambda kinds: [torch.zeros(*shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
 
 def _work(heads: Sequence[Head], entries: Sequence[EnteredSample], first_slot: int) -> Entered:

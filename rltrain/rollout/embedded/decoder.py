@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.rollout.embedded.kv_cache import HeadTokens, KvCache, rounded
+from rltrain.rollout.embedded.layers import LayerKernels
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 
@@ -80,12 +81,13 @@ Draw = Callable[[Tensor, Tensor, Tensor, SamplingParams], tuple[Tensor, Tensor]]
 
 
 def draw(logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Samples one token per row of `logits` [rows, vocab] float32. Returns (tokens, log-probs), both of shape [rows].
+    """Samples one token per row of `logits` [rows, vocab]. Returns (tokens, log-probs), both of shape [rows].
 
     `streams` and `positions` [rows] int64 select the random numbers. A row with stream NO_STREAM is greedy if
     `sampling` has greedy samples among others. Log-probs are those of the tempered distribution before truncation, at
     temperature 1 if it is 0. A row with non-finite values gives an arbitrary token and a non-finite log-prob.
     """
+    logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
         return tokens[:, 0], torch.log_softmax(logits, -1).gather(-1, tokens)[:, 0]
@@ -298,6 +300,10 @@ class Transcript:
         """Returns the addresses of tokens and log-probs."""
         return self._tokens.data_ptr(), self._logprobs.data_ptr()
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Returns the tokens and log-probs, both flat."""
+        return self._tokens, self._logprobs
+
     def take(self, num_columns: int) -> list[int]:
         """Takes free columns for new responses."""
         return [self._free.pop() for _ in range(num_columns)]
@@ -396,6 +402,22 @@ class Slots:
         self.state.index_copy_(1, to, self.state.index_select(1, by))
         self.cache.move(sources, destinations, num_positions)
 
+    def take(self, tokens: Tensor, logprobs: Tensor, stop_tokens: Tensor, kernels: LayerKernels | None) -> None:
+        """Stores the tokens of a step in the first slots, moves these on, and sets their flags."""
+        state, increments = self.state[:, : len(tokens)], self.increments[:, : len(tokens)]
+        if kernels is not None:
+            flags, transcript = (self.stopped, self.failed, self.finished), self.transcript.tensors()
+            kernels.finish_step(tokens, logprobs, stop_tokens, state, increments, flags, transcript)
+            return
+        fed, _, num_drawn, places, limits, *_ = state.unbind()
+        self.transcript.write(places, tokens, logprobs)
+        fed.copy_(tokens)
+        state[POSITION : PLACE + 1].add_(increments)
+        stopped, failed, finished = (flags[: len(tokens)] for flags in (self.stopped, self.failed, self.finished))
+        torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
+        torch.logical_not(logprobs.isfinite(), out=failed)
+        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
+
     def free(self, first: int, end: int) -> None:
         """Makes the slots from `first` up to `end` idle."""
         self.state[:, first:end] = self._idle_state
@@ -447,18 +469,12 @@ class Decoder:
     def _run(self, num_slots: int, num_positions: int, sampling: SamplingParams, stop_tokens: Tensor) -> None:
         slots = self._slots
         state = slots.state[:, :num_slots]
-        fed, positions, num_drawn, places, limits, deltas, streams = state.unbind()
+        fed, positions, num_drawn, _, _, deltas, streams = state.unbind()
         attention = slots.cache.decode_attention(positions, num_positions)
         rotated_by = positions + deltas if self._model.sees else positions
         logits = self._model.logits(self._model.forward(fed, rotated_by, attention))
         tokens, logprobs = self._draw(logits, streams, num_drawn, sampling)
-        slots.transcript.write(places, tokens, logprobs)
-        fed.copy_(tokens)
-        state[POSITION : PLACE + 1].add_(slots.increments[:, :num_slots])
-        stopped, failed, finished = (flags[:num_slots] for flags in (slots.stopped, slots.failed, slots.finished))
-        torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
-        torch.logical_not(logprobs.isfinite(), out=failed)
-        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
+        slots.take(tokens, logprobs, stop_tokens, self._model.kernels)
 
     def _stops(self, sampling: SamplingParams) -> Tensor:
         """Returns the stop tokens as a tensor with a constant address, as needed by recorded steps."""

@@ -15,14 +15,15 @@ from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import Architecture
 from rltrain.models.vision import Vision
 from rltrain.offload.device_memory import check_device
-from rltrain.offload.memory_parts import MemoryPart
-from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.offload.memory_parts import MemoryPart, reserved_memory
+from rltrain.reshard.copy_table import Zeros, allocate_parameters
 from rltrain.rollout.embedded.block_cache import BlockCache, choose_attention
 from rltrain.rollout.embedded.block_tables import GB, KvBudget, budget_of
 from rltrain.rollout.embedded.decoder import Decoder, Record, Slots, choose_draw, recorder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.image_features import EngineImages, ImageLimits, tower_of
 from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
+from rltrain.rollout.embedded.layers import choose_kernels
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import Matrix, TensorParallel, adapted_matrices, quantized_matrices
 from rltrain.rollout.embedded.slot_cache import SlotCache
@@ -56,7 +57,8 @@ class EmbeddedEngine(Engine):
     longest one. The memory is kept until it is released. `cache_returns` reports whether that memory will return to the
     same addresses after others take it. It is not released then, and recorded steps stay valid.
 
-    `images` encodes the images of samples on the same parameters.
+    `images` encodes the images of samples on the same parameters. `zeros` allocates the KV cache on another way than
+    torch.
 
     `record` records decode steps for replay; None uses the device's method, if any. `matrices` has the parameters with
     a special way of reading, by name. `residual_dtype` and `head_dtype` are as in config section model. With
@@ -83,7 +85,9 @@ class EmbeddedEngine(Engine):
         head_dtype: torch.dtype | None = None,
         record_routing: bool = False,
         images: EngineImages | None = None,
+        zeros: Zeros | None = None,
     ) -> None:
+        self._zeros = zeros
         self.policy_version: int | None = 0
         self._device = torch.device(device)
         self._max_running_requests = max_running_requests
@@ -91,6 +95,7 @@ class EmbeddedEngine(Engine):
         self._tokenizer = tokenizer
         self._parameters, self._images = parameters, images
         self._tensor_parallel = TensorParallel(tp_group)
+        kernels, against_kernels = choose_kernels(self._device, dtype)
         self._model = EngineModel(
             architecture,
             parameters,
@@ -102,6 +107,7 @@ class EmbeddedEngine(Engine):
             residual_dtype=residual_dtype,
             head_dtype=head_dtype,
             record_routing=record_routing,
+            kernels=kernels,
         )
         self._cache_returns = cache_returns
         self.decodes_by = "one slot per sample"
@@ -112,6 +118,8 @@ class EmbeddedEngine(Engine):
             if record is not None and self._model.needs_host:
                 record = None
                 self.decodes_by += f"; steps are not recorded, because torch has no grouped product in {dtype}"
+        if against_kernels:
+            self.decodes_by += f"; layers without Triton kernels: {against_kernels}"
         draw, reason = choose_draw(self._device)
         if reason:
             self.decodes_by += f"; sampling without a Triton kernel: {reason}"
@@ -283,7 +291,7 @@ class EmbeddedEngine(Engine):
         like = torch.empty(0, dtype=dtype, device=self._device)
         attention, self.decodes_by = choose_attention(model.attention_shape, like)
         agree = partial(self._tensor_parallel.least, device=self._device)
-        cache = BlockCache(shape, budget=budget, attention=attention, agree=agree)
+        cache = BlockCache(shape, budget=budget, attention=attention, agree=agree, zeros=self._zeros)
         if budget.given != "auto":
             cache.num_blocks()  # raises errors now rather than at the first step
         return cache
@@ -328,12 +336,14 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     budget = budget_within(site, settings.kv_cache_gb, site.role)
     dtype = getattr(torch, config.model.dtype)
     layout = whole_engine(config, site.architecture, site.grid, site.role).layout
-    weights = allocate_parameters(layout, world.rank, device=world.device)
+    reserved = reserved_memory(world.device) if site.leaves and config.residency.allocator == "auto" else None
+    zeros = reserved.zeros if reserved else None
+    weights = allocate_parameters(layout, world.rank, device=world.device, zeros=zeros)
     matrices = quantized_matrices(layout, world.rank, weights, dtype)
     adapters: dict[str, Tensor] = {}
     if lora := config.model.lora if config.keeps_adapters_apart(site.role) else None:
         beside = adapters_of_engine(config, site.architecture, site.grid, site.role).layout
-        adapters = allocate_parameters(beside, world.rank, device=world.device)
+        adapters = allocate_parameters(beside, world.rank, device=world.device, zeros=zeros)
         matrices = adapted_matrices(beside, world.rank, weights | adapters, matrices, lora.scale)
     images = None
     if site.architecture.vision is not None:
@@ -354,6 +364,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         head_dtype=getattr(torch, config.model.head),
         record_routing=config.model.router_replay == "rollout" and site.role == "rollout",
         images=images,
+        zeros=zeros,
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
@@ -362,6 +373,9 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     parts = {"weights": MemoryPart(weights.values), "kv_cache": kv_cache}
     if adapters:
         parts |= {"weights": MemoryPart(adapters.values), "base": MemoryPart(weights.values)}
+    if reserved:
+        for part in parts.values():
+            part.memory = reserved
     return HostedEngine(engine, parts, engine.cache_metrics)
 
 

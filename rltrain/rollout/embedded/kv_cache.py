@@ -12,6 +12,7 @@ from rltrain.models import Architecture, Windows
 from rltrain.models.attention import attend, sees
 from rltrain.models.delta_rule import DeltaHeads, packed_states
 from rltrain.models.routing_shape import RoutingShape
+from rltrain.reshard.copy_table import Zeros
 from rltrain.rollout.sample import Sample
 
 # States of samples in layers with gated delta nets. They replace keys and values of single tokens.
@@ -55,8 +56,8 @@ class SampleStates:
     value_dim].
     """
 
-    def __init__(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(self, shape: StateShape, dtype: torch.dtype, device: torch.device, zeros: Zeros | None = None) -> None:
+        self.shape, self._zeros = shape, zeros
         self.inputs = torch.zeros(shape.num_layers, 0, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
         sizes = (shape.num_layers, 0, shape.num_heads, shape.key_dim, shape.value_dim)
         self.states = torch.zeros(sizes, dtype=STATE_DTYPE, device=device)
@@ -66,6 +67,10 @@ class SampleStates:
 
     def hold(self, num_slots: int, num_used: int = 0) -> None:
         """Allocates memory for `num_slots`. The first `num_used` slots keep their content."""
+        if self._zeros and num_slots and not num_used:
+            kinds = [((x.size(0), num_slots, *x.shape[2:]), x.dtype) for x in self.tensors()]
+            self.inputs, self.states = self._zeros(kinds)
+            return
         self.inputs, self.states = (_resized(tensor, num_slots, num_used) for tensor in self.tensors())
 
     def begin(self, first: int, end: int) -> None:
@@ -444,6 +449,19 @@ class SuffixAttention(PrefillAttention):
         raise NotImplementedError
 
 
+class Written(NamedTuple):
+    """Places for the keys and values of new tokens in a layer's memory.
+
+    Element 0 of head h of token t goes to `rows`[t] * `row_stride` + h * `head_stride`, counted in elements.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    row_stride: int
+    head_stride: int
+
+
 class DecodeAttention(Protocol):
     """Attention of one new token in each of the first slots. It stores the token and attends to its slot up to it."""
 
@@ -463,6 +481,14 @@ class DecodeAttention(Protocol):
         Queries have shape [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
         value_dim]. `sinks` [heads] is a further score of each head without a value.
         """
+        ...
+
+    def written(self, layer: int) -> Written:
+        """Returns where the tokens are stored. Whoever stores them there calls `attend`."""
+        ...
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attends after the tokens have been stored (see __call__)."""
         ...
 
     def keep_routing(self, layer: int, experts: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Attention layers, norms, rotary embeddings and the residual stream of the embedded engine."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,72 @@ from rltrain.models import Architecture
 from rltrain.models.attention import halves_of_pairs
 from rltrain.models.delta_rule import DeltaHeads
 from rltrain.models.families import LATENT_NORM_EPS
-from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
+from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention, Written
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix, TensorParallel
+
+# Kernels around products, and for the end of a step. Without them each is several operators of torch.
+
+
+GATE_KERNELS = frozenset({"silu", "gelu_tanh", "sigmoid"})
+"""Activations of LayerKernels.gate_rows."""
+
+
+class LayerKernels(NamedTuple):
+    """The functions of triton_kernels.py with these names."""
+
+    add_norm: Callable[..., Any]
+    rotate_heads: Callable[..., tuple[Tensor, Any]]
+    gate_rows: Callable[..., Tensor]
+    finish_step: Callable[..., None]
+
+
+def layer_kernels() -> LayerKernels:
+    """Returns the kernels. Raises ImportError without Triton."""
+    from rltrain.rollout.embedded.triton_kernels import add_norm, finish_step, gate_rows, rotate_heads
+
+    return LayerKernels(add_norm, rotate_heads, gate_rows, finish_step)
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> tuple[LayerKernels | None, str]:
+    """Returns (the kernels if they work on `device`, the reason against them on a GPU or an empty string)."""
+    if device.type != "cuda":
+        return None, ""
+    try:
+        kernels = layer_kernels()
+        error = kernels_difference(kernels, device, dtype)
+    except Exception as refusal:  # any failure of a version, GPU, compiler or driver
+        return None, f"{type(refusal).__name__}: {refusal}".split("\n")[0]
+    return (kernels, "") if error < 0.05 else (None, f"they are off by {error:.3g}")
+
+
+@torch.inference_mode()
+def kernels_difference(kernels: LayerKernels, device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the largest difference between the kernels and torch on random input. Raises any error of a kernel."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device, dtype)
+
+    hidden, made, gain, gate_up = drawn(3, 96), drawn(3, 96), drawn(96), drawn(3, 160)
+    fused, norms, angles = drawn(3, 6 * 16), (drawn(16), drawn(16)), drawn(3, 1, 8).float()
+    rotation, (gates, ups) = (angles.cos(), angles.sin()), gate_up.chunk(2, -1)
+    heads = _normed_heads(fused.view(3, 6, 16)[:, :5], 4, norms, 1e-6, 0.0)
+    keys, values = (torch.zeros(2, 4, 1, 16, device=device, dtype=dtype) for _ in range(2))
+    rows = torch.tensor([1, 4, 6], device=device)
+    summed = hidden + made
+    normed_sum = kernels.add_norm(hidden, made, gain, eps=1e-6)
+    written = Written(keys, values, rows, 16, 16)
+    queries, _ = kernels.rotate_heads(fused, rotation, 4, 1, 16, norms=norms, eps=1e-6, written=written)
+    stored = [cache.flatten(0, 2).index_select(0, rows)[:, None] for cache in (keys, values)]
+    pairs = [
+        (hidden, summed),
+        (normed_sum, normed(summed, gain, 1e-6)),
+        (torch.cat([queries, *stored], 1), torch.cat([rotate(heads, rotation), fused.view(3, 6, 16)[:, 5:]], 1)),
+        (kernels.gate_rows(gates, ups, "silu"), F.silu(gates).mul_(ups)),
+    ]
+    errors = [((found - expected).float().abs() / (1 + expected.float().abs())).max() for found, expected in pairs]
+    return float(torch.stack(errors).max().nan_to_num(torch.inf))
+
 
 # The residual stream [tokens, hidden]: reading and adding.
 
@@ -27,43 +91,136 @@ class Norm:
     norm."""
 
     def __init__(self, weight: Tensor, architecture: Architecture, bias: Tensor | None = None) -> None:
-        self._weight, self._eps, self._offset = weight, architecture.norm_eps, architecture.norm_offset
-        self._bias = bias
+        self.weight, self.eps, self.offset = weight, architecture.norm_eps, architecture.norm_offset
+        self.bias = bias
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weight.dtype
+        return self.weight.dtype
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self._bias is not None:
-            gain, bias = self._weight.float() + self._offset, self._bias.float()
-            return F.layer_norm(hidden.float(), gain.shape, gain, bias, self._eps).to(self._weight.dtype)
-        if not self._offset:
-            return normed(hidden, self._weight, self._eps)
-        gain = self._weight.float() + self._offset
-        return F.rms_norm(hidden.float(), gain.shape, gain, self._eps).to(self._weight.dtype)
+        if self.bias is not None:
+            gain, bias = self.weight.float() + self.offset, self.bias.float()
+            return F.layer_norm(hidden.float(), gain.shape, gain, bias, self.eps).to(self.weight.dtype)
+        if not self.offset:
+            return normed(hidden, self.weight, self.eps)
+        gain = self.weight.float() + self.offset
+        return F.rms_norm(hidden.float(), gain.shape, gain, self.eps).to(self.weight.dtype)
 
 
-def add_product(hidden: Tensor, inner: Tensor, matrix: Matrix, group: TensorParallel, norm: Norm | None = None) -> None:
-    """Computes hidden += inner @ matrix.T, with `inner` and `matrix` split by columns over `group`.
+class Residual:
+    """The residual stream of a pass. Layers read it through norms and add their outputs in place."""
 
-    The product passes through `norm` first if there is one. Collective over: `group`.
-    """
-    if norm is not None:
-        hidden.add_(norm(group.all_reduce(matrix.product(inner))))
-    elif group.size == 1 and hidden.dtype == inner.dtype:
-        matrix.add_product(hidden, inner)
-    else:
-        hidden.add_(group.all_reduce(matrix.product(inner)))
+    def __init__(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    def normed(self, norm: Norm) -> Tensor:
+        return norm(self._hidden)
+
+    def settled(self) -> Tensor:
+        """Returns the stream with everything added."""
+        return self._hidden
+
+    def add(self, made: Tensor) -> None:
+        self._hidden.add_(made)
+
+    def add_product(
+        self,
+        inner: Tensor,
+        matrix: Matrix,
+        group: TensorParallel,
+        *,
+        bias: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """Adds inner @ matrix.T and `bias`, with `inner` and `matrix` split by columns over `group`.
+
+        The product passes through `norm` first if there is one. Collective over: `group`.
+        """
+        hidden = self._hidden
+        if norm is not None:
+            hidden.add_(norm(group.all_reduce(matrix.product(inner))))
+        elif group.size == 1 and hidden.dtype == inner.dtype:
+            matrix.add_product(hidden, inner)
+        else:
+            hidden.add_(group.all_reduce(matrix.product(inner)))
+        if bias is not None:
+            hidden.add_(bias)
+
+
+class FusedResidual(Residual):
+    """A stream on which one kernel adds an output, with its bias and norm, and computes the next norm."""
+
+    def __init__(self, hidden: Tensor, kernels: LayerKernels) -> None:
+        super().__init__(hidden)
+        self._add_norm = kernels.add_norm
+        self._made: Tensor | None = None
+        """The output to be added with the next norm."""
+        self._made_bias: Tensor | None = None
+        self._post_norm: Norm | None = None
+
+    def normed(self, norm: Norm) -> Tensor:
+        result: Tensor = self._add_pending(norm)
+        return result
+
+    def settled(self) -> Tensor:
+        if self._made is not None:
+            self._add_pending(None)
+        return self._hidden
+
+    def add(self, made: Tensor) -> None:
+        self.settled()
+        self._made = made
+
+    def add_product(
+        self,
+        inner: Tensor,
+        matrix: Matrix,
+        group: TensorParallel,
+        *,
+        bias: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        if bias is None and norm is None and group.size == 1 and self._hidden.dtype == inner.dtype:
+            matrix.add_product(self.settled(), inner)  # the product's kernel adds
+            return
+        self.add(group.all_reduce(matrix.product(inner)))
+        self._made_bias, self._post_norm = bias, norm
+
+    def _add_pending(self, norm: Norm | None) -> Any:
+        post, read = self._post_norm, norm or self._post_norm
+        made, bias = self._made, self._made_bias
+        self._made = self._made_bias = self._post_norm = None
+        return self._add_norm(
+            self._hidden,
+            made,
+            norm.weight if norm else None,
+            eps=read.eps if read else 0.0,
+            offset=read.offset if read else 0.0,
+            bias=norm.bias if norm else None,
+            made_bias=bias,
+            post_weight=post.weight if post else None,
+        )
 
 
 # Norms of queries and keys, per head or over all heads of a token.
 
-HeadNorms = Callable[[Tensor], Tensor]
-"""A function on this rank's query heads followed by its key heads, shape [tokens, heads, head_dim].
 
-It rounds once, like the trainer. Collective over: the engine's tensor-parallel group.
-"""
+class HeadNorms(Protocol):
+    """A function on this rank's query heads followed by its key heads, shape [tokens, heads, head_dim].
+
+    It rounds once, like the trainer. Collective over: the engine's tensor-parallel group.
+    """
+
+    @property
+    def of_heads(self) -> tuple[Tensor, Tensor] | None:
+        """The weights for queries and keys if heads are normed one by one, else None."""
+        ...
+
+    def __call__(self, heads: Tensor) -> Tensor: ...
 
 
 def head_norms(parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> HeadNorms | None:
@@ -76,21 +233,27 @@ def head_norms(parameters: LayerParameters, architecture: Architecture, group: T
     return _OfHeads(weights[0], weights[1], architecture, group)
 
 
+def _normed_heads(heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float, offset: float) -> Tensor:
+    wide = F.rms_norm(heads.float(), heads.shape[-1:], None, eps)
+    wide[:, :num_queries].mul_(weights[0] + offset)
+    wide[:, num_queries:].mul_(weights[1] + offset)
+    return wide.to(heads.dtype)
+
+
 class _OfHeads:
     def __init__(self, queries: Tensor, keys: Tensor, architecture: Architecture, group: TensorParallel) -> None:
-        self._queries, self._keys = queries, keys
+        self.of_heads = queries, keys
         self._num_queries = architecture.num_heads // group.size
         self._eps, self._offset = architecture.norm_eps, architecture.norm_offset
 
     def __call__(self, heads: Tensor) -> Tensor:
-        wide = F.rms_norm(heads.float(), heads.shape[-1:], None, self._eps)
-        wide[:, : self._num_queries].mul_(self._queries + self._offset)
-        wide[:, self._num_queries :].mul_(self._keys + self._offset)
-        return wide.to(heads.dtype)
+        return _normed_heads(heads, self._num_queries, self.of_heads, self._eps, self._offset)
 
 
 class _OfProjections:
     """Norms over all heads of a token. Every rank has the whole weights. Several ranks may have the same key head."""
+
+    of_heads = None
 
     def __init__(self, queries: Tensor, keys: Tensor, architecture: Architecture, group: TensorParallel) -> None:
         self._group, self._eps, self._weights = group, architecture.norm_eps, (queries, keys)
@@ -168,14 +331,14 @@ norm."""
 class AttentionLayer(Protocol):
     """The attention of one layer on this rank. `layer` counts the layers of its kind."""
 
-    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """Adds the output for `hidden` [tokens, hidden] to it in place. Also stores the tokens' cached data.
+    def add(self, layer: int, hidden: Residual, rotation: Rotation, attention: Attention) -> None:
+        """Adds the output for `hidden` to it. Also stores the tokens' cached data.
 
         Collective over: the engine's tensor-parallel group.
         """
         ...
 
-    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
+    def store(self, layer: int, hidden: Residual, rotation: Rotation, attention: PrefillAttention) -> None:
         """Only stores the tokens' cached data."""
         ...
 
@@ -183,10 +346,16 @@ class AttentionLayer(Protocol):
 class GroupedAttention:
     """Implements `AttentionLayer` for multi-head and grouped-query attention."""
 
-    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+    def __init__(
+        self,
+        parameters: LayerParameters,
+        architecture: Architecture,
+        group: TensorParallel,
+        kernels: LayerKernels | None = None,
+    ) -> None:
         self._group = group
         shape = self.shape(architecture, group.size)
-        self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        self._num_heads, self._num_kv_heads = shape.num_heads, shape.num_kv_heads
         self._head_dim = shape.head_dim
         self._norm = Norm(parameters["input_layernorm.weight"], architecture, parameters.get("input_layernorm.bias"))
         self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
@@ -199,6 +368,9 @@ class GroupedAttention:
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
         self._rotates_pairs, self._is_gated = architecture.rotates_pairs, architecture.gated_attention
+        self._norm_terms = (architecture.norm_eps, architecture.norm_offset)
+        takes_norms = self._head_norms is None or self._head_norms.of_heads is not None
+        self._kernels = kernels if takes_norms else None
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
@@ -215,35 +387,68 @@ class GroupedAttention:
             sinks=architecture.attention_sinks,
         )
 
-    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        queries, keys, values, gate = self._project(hidden, rotation)
-        attended = attention(layer, queries, keys, values, self._sinks)
+    def add(self, layer: int, hidden: Residual, rotation: Rotation, attention: Attention) -> None:
+        if self._kernels is not None and not isinstance(attention, PrefillAttention):
+            written = attention.written(layer)
+            queries, _, _, gate = self._fused(self._kernels, hidden, rotation, written)
+            attended = attention.attend(layer, queries, self._sinks)
+        else:
+            queries, keys, values, gate = self._project(hidden, rotation)
+            attended = attention(layer, queries, keys, values, self._sinks)
         if gate is not None:
-            attended = (attended * gate.reshape(attended.shape).float().sigmoid()).to(attended.dtype)
-        add_product(hidden, attended, self._output, self._group, self._post_norm)
-        if self._output_bias is not None:
-            hidden.add_(self._output_bias)
+            if self._kernels is not None:
+                attended = self._kernels.gate_rows(gate, attended, "sigmoid")
+            else:
+                attended = (attended * gate.reshape(attended.shape).float().sigmoid()).to(attended.dtype)
+        hidden.add_product(attended, self._output, self._group, bias=self._output_bias, norm=self._post_norm)
 
-    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
+    def store(self, layer: int, hidden: Residual, rotation: Rotation, attention: PrefillAttention) -> None:
         _, keys, values, _ = self._project(hidden, rotation)
         attention.store(layer, keys, values)
 
-    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _project(self, hidden: Residual, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns (queries, keys, values, gates). Queries and keys are rotated. The gates are None without gated
         attention.
 
         Queries have shape [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim].
         """
-        fused, gate = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim), None
+        if self._kernels is not None:
+            return self._fused(self._kernels, hidden, rotation)
+        normed = hidden.normed(self._norm)
+        fused, gate = self._qkv.product(normed, self._qkv_bias).view(len(hidden), -1, self._head_dim), None
         if self._is_gated:
             fused, gate = self._without_gates(fused)
-        rotated = fused[:, : self._num_rotated]
+        num_rotated = self._num_heads + self._num_kv_heads
+        rotated = fused[:, :num_rotated]
         if self._head_norms is not None:
             rotated = self._head_norms(rotated)
         if self._rotates_pairs:
             rotated = halves_of_pairs(rotated, rotation[0].shape[-1])
         rotated = rotate(rotated, rotation)
-        return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :], gate
+        return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, num_rotated:], gate
+
+    def _fused(
+        self, kernels: LayerKernels, hidden: Residual, rotation: Rotation, written: Written | None = None
+    ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
+        """Returns the result of `_project`. With `written` keys and values are in the cache, and keys are None."""
+        fused = self._qkv.product(hidden.normed(self._norm), self._qkv_bias)
+        eps, offset = self._norm_terms
+        queries, keys = kernels.rotate_heads(
+            fused,
+            rotation,
+            self._num_heads,
+            self._num_kv_heads,
+            self._head_dim,
+            norms=None if self._head_norms is None else self._head_norms.of_heads,
+            eps=eps,
+            offset=offset,
+            pairs=self._rotates_pairs,
+            gated=self._is_gated,
+            written=written,
+        )
+        heads = fused.view(len(hidden), -1, self._head_dim)
+        gate = heads[:, 1 : 2 * self._num_heads : 2] if self._is_gated else None
+        return queries, keys, heads[:, -self._num_kv_heads :], gate
 
     def _without_gates(self, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Splits off the gates. Returns (queries, keys and values; gates). In `fused` each gate follows its query."""
@@ -266,12 +471,18 @@ class LatentAttention:
     the cached vectors, attention returns latents, and each head computes its value from them.
     """
 
-    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+    def __init__(
+        self,
+        parameters: LayerParameters,
+        architecture: Architecture,
+        group: TensorParallel,
+        kernels: LayerKernels | None = None,
+    ) -> None:
         mla = architecture.mla
         assert mla is not None
-        self._group, self._eps, self._mla = group, architecture.norm_eps, mla
+        self._group, self._mla = group, mla
         self._num_heads = architecture.num_heads // group.size
-        self._norm = parameters["input_layernorm.weight"]
+        self._norm = Norm(parameters["input_layernorm.weight"], architecture)
         self._latent_norm = parameters["self_attn.kv_a_layernorm.weight"]
         self._from_latent = parameters.matrix("self_attn.kv_b_proj.weight")
         self._output = parameters.matrix("self_attn.o_proj.weight")
@@ -292,8 +503,8 @@ class LatentAttention:
         kept = mla.kv_rank + mla.rope_head_dim
         return AttentionShape(architecture.num_heads // tp, 1, kept, mla.kv_rank, architecture.score_scale, latent=True)
 
-    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        inner = normed(hidden, self._norm, self._eps)
+    def add(self, layer: int, hidden: Residual, rotation: Rotation, attention: Attention) -> None:
+        inner = hidden.normed(self._norm)
         kept, query_input = self._kept(inner, rotation)
         queries = self._queries.product(query_input).view(len(hidden), self._num_heads, -1)
         plain, rotated = queries.split([self._mla.plain_head_dim, self._mla.rope_head_dim], -1)
@@ -303,10 +514,10 @@ class LatentAttention:
             attended = self._attend_to_each_other(plain, rotated, kept, attention)
         else:
             attended = self._attend_to_cached(layer, plain, rotated, kept, attention)
-        add_product(hidden, attended, self._output, self._group)
+        hidden.add_product(attended, self._output, self._group)
 
-    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
-        kept, _ = self._kept(normed(hidden, self._norm, self._eps), rotation)
+    def store(self, layer: int, hidden: Residual, rotation: Rotation, attention: PrefillAttention) -> None:
+        kept, _ = self._kept(hidden.normed(self._norm), rotation)
         attention.store(layer, kept, kept)
 
     def _kept(self, inner: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -366,7 +577,13 @@ class DeltaLayer:
     It caches a state per sample and nothing per token.
     """
 
-    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+    def __init__(
+        self,
+        parameters: LayerParameters,
+        architecture: Architecture,
+        group: TensorParallel,
+        kernels: LayerKernels | None = None,
+    ) -> None:
         assert architecture.delta is not None
         self._group = group
         self._norm = Norm(parameters["input_layernorm.weight"], architecture)
@@ -381,12 +598,12 @@ class DeltaLayer:
         )
         self._output = parameters.matrix("linear_attn.out_proj.weight")
 
-    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
-        add_product(hidden, self._made(layer, hidden, attention), self._output, self._group)
+    def add(self, layer: int, hidden: Residual, rotation: Rotation, attention: Attention) -> None:
+        hidden.add_product(self._made(layer, hidden, attention), self._output, self._group)
 
-    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
+    def store(self, layer: int, hidden: Residual, rotation: Rotation, attention: PrefillAttention) -> None:
         self._made(layer, hidden, attention)
 
-    def _made(self, layer: int, hidden: Tensor, attention: Attention) -> Tensor:
+    def _made(self, layer: int, hidden: Residual, attention: Attention) -> Tensor:
         assert attention.states is not None, "the cache of this model must keep states"
-        return attention.states.run(layer, self._heads, self._projection.product(self._norm(hidden)))
+        return attention.states.run(layer, self._heads, self._projection.product(hidden.normed(self._norm)))

@@ -17,15 +17,18 @@ from rltrain.models.table import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.image_features import Shown
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, StateShape
 from rltrain.rollout.embedded.layers import (
+    GATE_KERNELS,
     Attention,
     AttentionLayer,
     DeltaLayer,
+    FusedResidual,
     GroupedAttention,
     LatentAttention,
+    LayerKernels,
     Norm,
+    Residual,
     RotaryEmbedding,
     Rotation,
-    add_product,
 )
 from rltrain.rollout.embedded.parameters import (
     LayerParameters,
@@ -44,6 +47,24 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda inner: F.relu(inner).square_(),
 }
 
+Gate = Callable[..., Tensor]
+"""A function (gates, ups, weights or nothing) -> activation(gates) * ups * weights, all [rows, columns] but the weights
+[rows, 1]. It may overwrite `gates`."""
+
+
+def gate_of(activation: str, kernels: LayerKernels | None) -> Gate:
+    """Returns the gate with an activation, by a kernel if there is one for it."""
+    if kernels is not None and activation in GATE_KERNELS:
+        return lambda gates, ups, weights=None: kernels.gate_rows(gates, ups, activation, weights)
+    activate = ACTIVATIONS[activation]
+
+    def gate(gates: Tensor, ups: Tensor, weights: Tensor | None = None) -> Tensor:
+        made = activate(gates).mul_(ups)
+        return made if weights is None else made.mul_(weights)
+
+    return gate
+
+
 _NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
 _POST_NORMS = ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
 """Names of the norms before and after an MLP. The first existing one is used."""
@@ -52,15 +73,14 @@ _POST_NORMS = ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
 class FeedForward(Protocol):
     """The MLP or the experts of a layer on this rank."""
 
-    def add(self, hidden: Tensor, attention: Attention) -> None:
-        """Adds the output for `hidden` [tokens, hidden] to it in place. Passes data to be cached, other than keys and
-        values, to `attention`.
+    def add(self, hidden: Residual, attention: Attention) -> None:
+        """Adds the output for `hidden` to it. Passes data to be cached, other than keys and values, to `attention`.
 
         Collective over: the engine's tensor-parallel group.
         """
         ...
 
-    def store(self, hidden: Tensor, attention: Attention) -> None:
+    def store(self, hidden: Residual, attention: Attention) -> None:
         """Only passes the data to be cached."""
         ...
 
@@ -75,8 +95,15 @@ class DenseFeedForward:
 
     stores = False
 
-    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+    def __init__(
+        self,
+        parameters: LayerParameters,
+        architecture: Architecture,
+        group: TensorParallel,
+        kernels: LayerKernels | None = None,
+    ) -> None:
         self._group, self._activate = group, ACTIVATIONS[architecture.activation]
+        self._gate = gate_of(architecture.activation, kernels)
         self._norm = Norm(parameters.first(*_NORMS), architecture, parameters.get("post_attention_layernorm.bias"))
         self._post_norm = None
         if architecture.post_norms:
@@ -86,26 +113,13 @@ class DenseFeedForward:
         self._inner, self._inner_bias = parameters.matrix(f"{inner}.weight"), parameters.get(f"{inner}.bias")
         self._down, self._down_bias = parameters.matrix("mlp.down_proj.weight"), parameters.get("mlp.down_proj.bias")
 
-    def add(self, hidden: Tensor, attention: Attention) -> None:
-        normed = self._norm(hidden)
-        if self._is_gated:
-            inner = gated(normed, self._inner, self._activate, self._inner_bias)
-        else:
-            inner = self._activate(self._inner.product(normed, self._inner_bias))
-        add_product(hidden, inner, self._down, self._group, self._post_norm)
-        if self._down_bias is not None:
-            hidden.add_(self._down_bias)
+    def add(self, hidden: Residual, attention: Attention) -> None:
+        inner = self._inner.product(hidden.normed(self._norm), self._inner_bias)
+        inner = self._gate(*inner.chunk(2, -1)) if self._is_gated else self._activate(inner)
+        hidden.add_product(inner, self._down, self._group, bias=self._down_bias, norm=self._post_norm)
 
-    def store(self, hidden: Tensor, attention: Attention) -> None:
+    def store(self, hidden: Residual, attention: Attention) -> None:
         """Does nothing, since an MLP caches nothing."""
-
-
-def gated(
-    inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu, bias: Tensor | None = None
-) -> Tensor:
-    """Returns activate(gate) * up. `gate_up` and `bias` have the rows of both."""
-    gate, up = gate_up.product(inner, bias).chunk(2, dim=-1)
-    return activate(gate).mul_(up)
 
 
 # Matrices of a layer's experts on a rank.
@@ -126,7 +140,8 @@ class Visits(NamedTuple):
 class GatedMatrices:
     """Gated expert matrices with SiLU, each [experts, outputs, inputs]: gate and up in one, and down."""
 
-    def __init__(self, parameters: LayerParameters, block: str) -> None:
+    def __init__(self, parameters: LayerParameters, block: str, kernels: LayerKernels | None) -> None:
+        self._gate = gate_of("silu", kernels)
         names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
         self._gate_up, self._down = (parameters.matrix(name) for name in names)
         self._weights = [parameters[name] for name in names]
@@ -143,15 +158,15 @@ class GatedMatrices:
 
         Rows of other ranks' experts are undefined.
         """
-        gate, up = self._gate_up.grouped_product(rows, visits.ends).chunk(2, -1)
+        gates, ups = self._gate_up.grouped_product(rows, visits.ends).chunk(2, -1)
         # The weight is applied before the last product, as in Megatron, so both round at the same place.
-        return self._down.grouped_product(F.silu(gate).mul_(up).mul_(weights), visits.ends)
+        return self._down.grouped_product(self._gate(gates, ups, weights), visits.ends)
 
 
 class InterleavedMatrices:
     """The expert matrices of gpt-oss, [experts, inputs, outputs], with biases."""
 
-    def __init__(self, parameters: LayerParameters, block: str) -> None:
+    def __init__(self, parameters: LayerParameters, block: str, kernels: LayerKernels | None) -> None:
         weights = [parameters[f"{block}.experts.{name}"] for name in ("gate_up_proj", "down_proj")]
         self._weights, self.count = weights, len(weights[0])
         matrices: list[Matrix] = [TransposedMatrices(weight) for weight in weights]
@@ -237,7 +252,12 @@ class Experts:
     """
 
     def __init__(
-        self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel, kept_as: int | None = None
+        self,
+        parameters: LayerParameters,
+        architecture: Architecture,
+        group: TensorParallel,
+        kernels: LayerKernels | None = None,
+        kept_as: int | None = None,
     ) -> None:
         """`kept_as` is the layer's number among those with experts. None if the routing is not recorded."""
         moe = architecture.moe
@@ -249,7 +269,8 @@ class Experts:
         self._router, self._logit_bias = parameters[f"{router}.weight"], parameters.get(f"{router}.bias")
         biases = (parameters.get(f"{block}.{name}") for name in _ROUTER_BIASES)
         self._router_bias = next((bias for bias in biases if bias is not None), None)
-        self._matrices = (InterleavedMatrices if moe.interleaved else GatedMatrices)(parameters, block)
+        self._matrices = (InterleavedMatrices if moe.interleaved else GatedMatrices)(parameters, block, kernels)
+        self._gate = gate_of("silu", kernels)
         self.needs_host = not self._matrices.is_grouped_on_device(self._norm.dtype)
         """Whether the host must know the number of tokens per expert. Steps cannot be recorded then."""
         self._count = self._matrices.count
@@ -268,17 +289,17 @@ class Experts:
     def stores(self) -> bool:
         return self._kept_as is not None
 
-    def add(self, hidden: Tensor, attention: Attention) -> None:
-        inner = self._norm(hidden)
+    def add(self, hidden: Residual, attention: Attention) -> None:
+        inner = hidden.normed(self._norm)
         share = self._visited(inner, self._routed(inner, attention))
         if self._shared is not None:
             gate_up, down = self._shared
-            made = down.product(gated(inner, gate_up))
+            made = down.product(self._gate(*gate_up.product(inner).chunk(2, -1)))
             share += made if self._shared_gate is None else made * F.linear(inner, self._shared_gate).sigmoid()
-        hidden.add_(self._group.all_reduce(share))
+        hidden.add(self._group.all_reduce(share))
 
-    def store(self, hidden: Tensor, attention: Attention) -> None:
-        self._routed(self._norm(hidden), attention)
+    def store(self, hidden: Residual, attention: Attention) -> None:
+        self._routed(hidden.normed(self._norm), attention)
 
     def _routed(self, inner: Tensor, attention: Attention) -> Routing:
         """Returns the routing of the normed tokens [tokens, hidden]. It is equal on all ranks."""
@@ -321,7 +342,8 @@ class _Layer(NamedTuple):
 class EngineModel:
     """The decoder on this rank. It holds parameters by reference, so an in-place update takes effect at the next token.
 
-    With `record_routing` layers with experts cache the tokens' routing beside keys and values.
+    With `record_routing` layers with experts cache the tokens' routing beside keys and values. `kernels` replace
+    torch's operators around products.
     """
 
     def __init__(
@@ -336,8 +358,9 @@ class EngineModel:
         residual_dtype: torch.dtype | None = None,
         head_dtype: torch.dtype | None = None,
         record_routing: bool = False,
+        kernels: LayerKernels | None = None,
     ) -> None:
-        self._tp = tensor_parallel
+        self._tp, self.kernels = tensor_parallel, kernels
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
         self._vocab_size, self._logits_softcap = architecture.vocab_size, architecture.logits_softcap
@@ -358,15 +381,16 @@ class EngineModel:
             own = LayerParameters(parameters, matrices, index)
             feed_forward: FeedForward
             if kind.sparse:
-                feed_forward = Experts(own, architecture, tensor_parallel, num_sparse if record_routing else None)
+                kept_as = num_sparse if record_routing else None
+                feed_forward = Experts(own, architecture, tensor_parallel, kernels, kept_as)
                 num_sparse += 1
             else:
-                feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
+                feed_forward = DenseFeedForward(own, architecture, tensor_parallel, kernels)
             mixer: AttentionLayer
             if kind.delta:
                 mixer = DeltaLayer(own, architecture, tensor_parallel)
             else:
-                mixer = attention(own, architecture, tensor_parallel)
+                mixer = attention(own, architecture, tensor_parallel, kernels)
             layers.append(_Layer(num_of_kind[kind.delta], mixer, feed_forward, stages_of_layer(index)))
             num_of_kind[kind.delta] += 1
         self._layers = tuple(layers)
@@ -376,8 +400,9 @@ class EngineModel:
         windows = (architecture.window_of(layer) for layer in range(self.num_layers))
         self._rotary_of = tuple(int(len(self._rotaries) > 1 and window is not None) for window in windows)
         """For each layer, the index of its rotary embedding."""
-        self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
-        """Called with the values of each stage in `forward` and `logits`. tools/parity.py has the names of stages."""
+        self.observe: Callable[[str, Tensor], None] | None = None
+        """Called, if given, with the values of each stage in `forward` and `logits`. tools/parity.py has the names of
+        stages."""
 
     @property
     def needs_host(self) -> bool:
@@ -398,11 +423,11 @@ class EngineModel:
         of images. Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens, shown)
-        self.observe(EMBEDDING, hidden)
+        self._show(EMBEDDING, hidden)
         rotations = self._rotations(positions)
         for index in range(self.num_layers):
             self._add_layer(index, hidden, rotations[index], attention, shown)
-        return hidden
+        return hidden.settled()
 
     def fill_cache(
         self, tokens: Tensor, positions: Tensor, attention: PrefillAttention, shown: Shown | None = None
@@ -429,37 +454,45 @@ class EngineModel:
         return [rotations[base] for base in self._rotary_of]
 
     def _add_layer(
-        self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention, shown: Shown | None
+        self, index: int, hidden: Residual, rotation: Rotation, attention: Attention, shown: Shown | None
     ) -> None:
-        """Adds the outputs of one layer's attention and MLP to `hidden` in place."""
+        """Adds the outputs of one layer's attention and MLP to `hidden`."""
         layer = self._layers[index]
         layer.attention.add(layer.number, hidden, rotation, attention)
-        self.observe(layer.stages[0], hidden)
+        self._show(layer.stages[0], hidden)
         layer.feed_forward.add(hidden, attention)
         if shown is not None:
-            shown.add(index, hidden)
-        self.observe(layer.stages[1], hidden)
+            shown.add(index, hidden.settled())
+        self._show(layer.stages[1], hidden)
+
+    def _show(self, stage: str, hidden: Residual) -> None:
+        if self.observe is not None:
+            self.observe(stage, hidden.settled())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits as float32, shape [tokens, padded vocab_size], equal on every rank. Padded columns are
-        -inf.
+        """Returns the logits in the dtype of their product, shape [tokens, padded vocab_size], equal on every rank.
+        Padded columns are -inf.
 
         Collective over: the engine's tensor-parallel group.
         """
-        final = self._final_norm(hidden)
-        self.observe(FINAL_NORM, final)
+        final = self._residual(hidden).normed(self._final_norm)
+        if self.observe is not None:
+            self.observe(FINAL_NORM, final)
         shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
         shard = shard if self._logits_softcap is None else soft_capped(shard, self._logits_softcap)
-        logits = self._tp.all_gather_columns(shard).float()
+        logits = self._tp.all_gather_columns(shard)
         logits[:, self._vocab_size :].fill_(float("-inf"))
         return logits
 
-    def _embed(self, tokens: Tensor, shown: Shown | None) -> Tensor:
+    def _residual(self, hidden: Tensor) -> Residual:
+        return Residual(hidden) if self.kernels is None else FusedResidual(hidden, self.kernels)
+
+    def _embed(self, tokens: Tensor, shown: Shown | None) -> Residual:
         embedded = self._embedded(tokens).to(self._residual_dtype)
         embedded = embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
         if shown is not None:
             shown.insert(embedded)
-        return embedded
+        return self._residual(embedded)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._tp.size == 1:

@@ -20,6 +20,7 @@ from rltrain.rollout.embedded.kv_cache import (
     StepStates,
     Suffix,
     SuffixAttention,
+    Written,
     rounded,
     window_biases,
 )
@@ -275,9 +276,18 @@ class _DecodeAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        head_dim = queries.shape[-1]
         for stores, new in zip(self._stores, (keys, values), strict=False):
             stores[layer].index_copy_(0, self._written, new.reshape(-1, new.shape[-1]))
+        return self.attend(layer, queries, sinks)
+
+    def written(self, layer: int) -> Written:
+        keys, values = (stores[layer] for stores in self._stores)
+        head_dim = keys.shape[-1]
+        first_heads = self._written[:: self._shape.num_kv_heads]
+        return Written(keys, values, first_heads, head_dim, self._cache.capacity * head_dim)
+
+    def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
+        head_dim = queries.shape[-1]
         k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
         if sinks is not None:
