@@ -40,20 +40,6 @@ pytestmark = pytest.mark.skipif(not interprets(), reason="kernels take CPU tenso
 
 KERNELS, draw_rows = layer_kernels(), triton_kernels.draw_rows
 
-
-@pytest.fixture(autouse=True)
-def loops_with_loaded_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes numbers of loops from arrays of one element, which numpy 2.4 no longer does by itself."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 GREEDY = SamplingParams(0.0, 1.0, 0, 3, ())
 # The interpreter cuts numbers off where it converts to bfloat16, so rounding shows in float16.
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3)}

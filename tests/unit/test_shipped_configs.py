@@ -333,7 +333,7 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("algorithm: grop", "evaluate (the nearest is grpo)"),
         ("algorithm: a2c", 'algorithm: got "a2c"; expected one of grpo, rloo, '),
         ("preference: {label_smoothing: 0.5}", "preference.label_smoothing: got 0.5; expected a number"),
-        ("actor: 3", "actor: got 3; expected a section with the keys backend, fsdp, optimizer, micro_batch_tokens"),
+        ("actor: 3", "actor: got 3; expected a section with the keys micro_batch_tokens, backend, fsdp, optimizer"),
         ("schedule: {mode: async}", 'schedule.mode: got "async"; expected one of sequential, pipelined, asynchronous'),
         ("schedule: {chunks: 0}", "schedule.chunks: got 0; expected a whole number, at least 1"),
         ("schedule: {stale: drop}", "schedule.stale: unknown key"),

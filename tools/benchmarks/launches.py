@@ -2,22 +2,24 @@
 
     python tools/benchmarks/launches.py [--model Qwen3-8B] [--tokens 8192] [--samples 16] [--output FILE]
 
-Layers run on torch's meta device in bf16, forward and backward, through the code of a training step. A dispatch mode
-counts their operators. A view launches nothing; every other operator launches one kernel, or as many as KERNELS tells.
-Bytes are those of the tensors that an operator takes and makes. The last column is the minimum: every input of a fused
-formula read once and every output written once. Counts are of one layer among others, so they are the difference of
-models with two layers and one. Gradients accumulate in fp32, as in training.
+Layers run on torch's meta device in bf16: forward and backward through the code of a training step, and a decode step
+of the embedded engine. A dispatch mode counts their operators. A view launches nothing; every other operator launches
+one kernel, or as many as KERNELS tells. Bytes are those of the tensors that an operator takes and makes. The minimum
+has every input of a fused formula read once and every output written once. Counts are of one layer among others, so
+they are the difference of models with two layers and one. Gradients accumulate in fp32, as in training.
 """
 
 import argparse
 import json
 import tempfile
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
@@ -32,16 +34,25 @@ from torch.utils._pytree import tree_leaves
 from rltrain.config import schema
 from rltrain.models import Architecture, attention, fused, read_architecture
 from rltrain.planning.options import SHIPPED
+from rltrain.reshard.copy_table import allocate_parameters
+from rltrain.rollout.embedded import triton_kernels
+from rltrain.rollout.embedded.block_cache import KernelBlocks
+from rltrain.rollout.embedded.layers import layer_kernels
+from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.embedded.parameters import TensorParallel
+from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.fsdp_attention import compute_fused
 from rltrain.training.fsdp_model import empty_model
-from rltrain.training.megatron import platform
+from rltrain.training.megatron import model_config, platform
 from rltrain.training.megatron.model import LanguageModel, build_model
 from rltrain.training.packed_attention import PackedRows, packed_rows
 
 META = torch.device("meta")
+SLOTS, POSITIONS = 64, 1024
+"""Samples of a decode step, and tokens of each."""
 GRID = Grid((0,), copies=1)
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"})
 """Operators that launch nothing although they return no view."""
@@ -78,7 +89,7 @@ class CountingMode(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         if isinstance(made, Tensor | tuple | list) and not (func.is_view or name in FREE):
@@ -97,12 +108,14 @@ class CountingMode(TorchDispatchMode):
 def as_on_a_gpu() -> Iterator[None]:
     """Builds models on the meta device and lets them choose a GPU's kernels."""
     platform.adapt_to_platform()
+    platform.add_products_by_torch()
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "current_device", lambda: META),
             (attention, "FLASH_DEVICE", META.type),
             (attention, "fused_kernels", lambda device: fused),
             (fused, "launch", _launch),
+            (model_config, "accumulates_in_products", lambda device: True),
             (torch.nn.functional, "rms_norm", _rms_norm),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -155,8 +168,9 @@ def lengths_of(arguments: argparse.Namespace) -> list[int]:
     return [arguments.tokens // arguments.samples] * arguments.samples
 
 
-def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+def megatron_layers(groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
     """Returns the counts of Megatron's local layers and of the norm after them."""
+    architecture = read_architecture(folder)
     model: LanguageModel = build_model(
         architecture,
         GRID,
@@ -168,6 +182,8 @@ def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: 
     chunk: Any = model.chunks[0]
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
+    for parameter in chunk.parameters():
+        parameter.main_grad = parameter.main_grad.to(META)
     sequences = model.sequences(lengths)
     hidden = torch.empty(
         sum(lengths), 1, architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
@@ -185,8 +201,9 @@ def megatron_layers(architecture: Architecture, groups: ProcessGroups, lengths: 
     return counts
 
 
-def fsdp_layers(architecture: Architecture, groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+def fsdp_layers(groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
     """Returns the counts of transformers' layers and of the norm after them. Shards are not gathered."""
+    architecture = read_architecture(folder)
     decoder: Any = empty_model(folder, architecture, torch.bfloat16).language_model.model  # type: ignore[union-attr]
     decoder.rotary_emb.to(META)
     compute_fused(decoder)
@@ -202,6 +219,68 @@ def fsdp_layers(architecture: Architecture, groups: ProcessGroups, lengths: list
         made.backward(torch.empty_like(made))
 
     return count(step)
+
+
+class CountedKernel:
+    """A replacement for a Triton kernel that is launched as kernel[grid](...). With `num_rows` it touches only so many
+    rows of caches [blocks, tokens of a block, ...]."""
+
+    def __init__(self, kernel: Any, num_rows: int | None) -> None:
+        self.kernel, self.num_rows = kernel, num_rows
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
+        is_cache = [isinstance(one, Tensor) and one.dim() == 4 and self.num_rows is not None for one in arguments]
+        touched = (
+            one.flatten(0, 1)[: self.num_rows] if cached else one
+            for one, cached in zip(arguments, is_cache, strict=True)
+        )
+        _launch(self.kernel, grid, *touched, **constants)
+
+
+DECODING = ("_add_norm", "_rotate_heads", "_gate_rows", "_attend")
+"""Kernels of a layer in a decode step. Attention alone reads all of a cache."""
+
+
+def decoding_layers(num_slots: int, num_positions: int, folder: Path) -> Counts:
+    """Returns the counts of the embedded engine's layers in a decode step of `num_slots` samples, each with
+    `num_positions` tokens, with the Triton kernels that a GPU uses."""
+    architecture = read_architecture(folder)
+    parameters = allocate_parameters(engine_layout(architecture, Grid((0,)), dtype="bfloat16"), 0, device=META)
+    model = EngineModel(
+        architecture,
+        parameters,
+        {},
+        TensorParallel(None),
+        architecture.max_positions,
+        torch.bfloat16,
+        META,
+        kernels=layer_kernels(),
+    )
+    shape, size = model.attention_shape, KernelBlocks.block_tokens
+    num_blocks = num_slots * -(-num_positions // size)
+    cache = torch.empty(num_blocks, size, shape.num_kv_heads, shape.head_dim, device=META, dtype=torch.bfloat16)
+    blocks = types.SimpleNamespace(
+        shape=shape,
+        block_tokens=size,
+        capacity=num_positions,
+        layers=[(cache, torch.empty_like(cache))] * architecture.num_layers,
+        routing=(),
+        table=torch.empty(num_slots, num_blocks // num_slots, device=META, dtype=torch.int32),
+    )
+    tokens, positions = (torch.empty(num_slots, device=META, dtype=torch.int64) for _ in range(2))
+
+    def step() -> None:
+        model.forward(tokens, positions, KernelBlocks(cast(Any, blocks), positions, num_positions))
+
+    with ExitStack() as stack:
+        for name in DECODING:
+            counted = CountedKernel(getattr(triton_kernels, name), None if name == "_attend" else num_slots)
+            stack.enter_context(mock.patch.object(triton_kernels, name, counted))
+        stack.enter_context(torch.inference_mode())
+        return count(step)
 
 
 @dataclass(frozen=True)
@@ -221,22 +300,35 @@ def least(architecture: Architecture) -> list[Part]:
     Weights' gradients are added to fp32 sums, which are read and written: four elements of bf16 for each.
     """
     hidden, inner = architecture.hidden_size, architecture.ffn_hidden_size
-    queries = architecture.num_heads * architecture.head_dim
-    fused = queries + 2 * architecture.num_kv_heads * architecture.head_dim
+    queries, keys = (count * architecture.head_dim for count in (architecture.num_heads, architecture.num_kv_heads))
+    turned, fused = queries + keys, queries + 2 * keys
     products = [(hidden, fused), (queries, hidden), (hidden, 2 * inner), (inner, hidden)]
     weights = sum(rows * columns for rows, columns in products)
     ends = sum(rows + columns for rows, columns in products)
     return [
         Part("norms with residual", 2 * 4 * hidden, 2 * hidden, 2),
-        Part("head norms and rotation", 2 * fused),
+        Part("head norms and rotation", 2 * turned),
         Part("attention", fused + queries),
         Part("SwiGLU", 3 * inner),
         Part("products", ends, weights, 4),
         Part("norms, backward", 2 * 4 * hidden, 2 * 5 * hidden, 2),
-        Part("head norms and rotation, backward", 3 * fused),
+        Part("head norms and rotation, backward", 3 * turned + 2 * keys),
         Part("attention, backward", 2 * fused + 2 * queries, launches=KERNELS["_varlen_attn_backward"]),
         Part("SwiGLU, backward", 5 * inner),
         Part("products, backward", 2 * ends, weights + 4 * weights, 8),
+    ]
+
+
+def least_of_decoding(architecture: Architecture, num_positions: int) -> list[Part]:
+    """Returns the kernels of a dense layer in a decode step, if every formula is one kernel. A token is a sample here,
+    with `num_positions` keys and values to read."""
+    forward = {part.name: part for part in least(architecture)[:5]}
+    keys = architecture.num_kv_heads * architecture.head_dim
+    queries = architecture.num_heads * architecture.head_dim
+    return [
+        *(forward[name] for name in ("norms with residual", "SwiGLU", "products")),
+        Part("head norms, rotation and storing", 2 * (queries + 2 * keys)),
+        Part("attention", 2 * queries + 2 * keys * num_positions),
     ]
 
 
@@ -249,7 +341,7 @@ def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dic
         "least_launches": sum(part.launches for part in parts),
         "least_bytes": least_bytes,
     }
-    print(f"\n{name}: a layer, forward and backward, {num_tokens} tokens")
+    print(f"\n{name}: a layer, {num_tokens} tokens")
     for operator, number in sorted(counts.launches.items(), key=lambda pair: -counts.num_bytes[pair[0]]):
         if number:
             print(f"  {operator:34s} {number:4d} launches {counts.num_bytes[operator] / 1e6:10.1f} MB")
@@ -259,15 +351,21 @@ def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dic
 
 
 def measure(folder: Path, lengths: list[int]) -> dict[str, Counts]:
-    """Returns the counts of a layer by backend."""
+    """Returns the counts of a layer in training, by backend."""
     groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
+    made = {"megatron": megatron_layers, "fsdp": fsdp_layers}
+    return {name: _of_a_layer(folder, partial(layers, groups, lengths)) for name, layers in made.items()}
+
+
+def measure_decoding(folder: Path, num_slots: int, num_positions: int) -> Counts:
+    """Returns the counts of a layer in a decode step."""
+    return _of_a_layer(folder, partial(decoding_layers, num_slots, num_positions))
+
+
+def _of_a_layer(folder: Path, layers: Callable[[Path], Counts]) -> Counts:
     with as_on_a_gpu(), tempfile.TemporaryDirectory() as copies:
-        shortened = [shortened_copy(folder, Path(copies, str(number)), number) for number in (1, 2)]
-        found = {}
-        for name, layers in (("megatron", megatron_layers), ("fsdp", fsdp_layers)):
-            one, two = (layers(read_architecture(copy), groups, lengths, copy) for copy in shortened)
-            found[name] = two.minus(one)
-    return found
+        one, two = (layers(shortened_copy(folder, Path(copies, str(number)), number)) for number in (1, 2))
+    return two.minus(one)
 
 
 def shortened_copy(folder: Path, copy: Path, num_layers: int) -> Path:
@@ -289,7 +387,12 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parts = least(architecture)
     found = measure(SHIPPED / arguments.model, lengths)
-    result = {name: report(name, counts, parts, sum(lengths)) for name, counts in found.items()}
+    result = {
+        name: report(f"{name}, forward and backward", counts, parts, sum(lengths)) for name, counts in found.items()
+    }
+    decoding = measure_decoding(SHIPPED / arguments.model, SLOTS, POSITIONS)
+    parts = least_of_decoding(architecture, POSITIONS)
+    result["decoding"] = report(f"decode step of {SLOTS} samples of {POSITIONS} tokens", decoding, parts, SLOTS)
     line = json.dumps({"benchmark": "launches", "model": arguments.model, "tokens": sum(lengths)} | result)
     if arguments.output:
         arguments.output.write_text(line + "\n")

@@ -414,8 +414,8 @@ class GroupedAttention:
         """
         if self._kernels is not None:
             return self._fused(self._kernels, hidden, rotation)
-        normed = hidden.normed(self._norm)
-        fused, gate = self._qkv.product(normed, self._qkv_bias).view(len(hidden), -1, self._head_dim), None
+        projected = self._qkv.product(hidden.normed(self._norm), self._qkv_bias)
+        fused, gate = projected.view(len(hidden), -1, self._head_dim), None
         if self._is_gated:
             fused, gate = self._without_gates(fused)
         num_rotated = self._num_heads + self._num_kv_heads

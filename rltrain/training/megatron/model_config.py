@@ -1,6 +1,5 @@
 """Megatron's config for a model: options, process groups, stages, kinds of layers, and settings."""
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import groups_of_rank
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING
+from rltrain.training.megatron.platform import accumulates_in_products
 
 # Options of a model in addition to its architecture and grid.
 
@@ -350,10 +350,8 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         perform_initialization=False,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=options.transformer_engine and architecture.mla is None,
-        gradient_accumulation_fusion=cuda
         # Fusion would accumulate gradients into the rounded weights, and these are not kept.
-        and model.fake_quantization is None
-        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        gradient_accumulation_fusion=model.fake_quantization is None and accumulates_in_products(options.device),
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.

@@ -1,10 +1,11 @@
 """Megatron on CPUs: layers with few passes over memory, and adaptations of megatron-core to machines without a CUDA
 device.
 
-With CUDA no adaptation takes effect.
+With CUDA no adaptation takes effect. Only sums of gradients are torch's there, if APEX is missing.
 """
 
 import functools
+import importlib.util
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.grad_scaler
 import megatron.core.optimizer.optimizer
 import megatron.core.pipeline_parallel.schedules
+import megatron.core.tensor_parallel.layers
 import megatron.core.tensor_parallel.mappings
 import megatron.core.tensor_parallel.random
 import megatron.core.transformer.moe.moe_utils
@@ -284,6 +286,54 @@ class ColumnProduct(_Product, ColumnParallelLinear):
 
 class RowProduct(_Product, RowParallelLinear):
     pass
+
+
+# Gradients of weights on GPUs. Megatron adds a product directly to an fp32 gradient by an extension of APEX. torch has
+# such a product too.
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+def accumulates_in_products(device: torch.device) -> bool:
+    """Returns whether Megatron's layers add products directly to gradients on `device`.
+
+    Without APEX's extension they get torch's product, if it works on the device.
+    """
+    if device.type != "cuda":
+        return False
+    if importlib.util.find_spec(EXTENSION) is None:
+        if not _adds_products(device):
+            return False
+        add_products_by_torch()
+    return True
+
+
+def add_products_by_torch() -> None:
+    """Gives Megatron's linear layers torch's product in the place of APEX's extension."""
+    stand_in = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    layers = megatron.core.tensor_parallel.layers
+    setattr(layers, EXTENSION, stand_in)
+    layers._grad_accum_fusion_available = True
+
+
+def add_product(inputs: Tensor, of_outputs: Tensor, gradient: Tensor) -> None:
+    """Adds of_outputs.T [n, rows] @ inputs [rows, m] to `gradient` [n, m], which may have a wider type."""
+    if gradient.dtype == inputs.dtype:
+        gradient.addmm_(of_outputs.t(), inputs)
+    else:
+        torch.addmm(gradient, of_outputs.t(), inputs, gradient.dtype, out=gradient)
+
+
+@functools.cache
+def _adds_products(device: torch.device) -> bool:
+    """Returns whether torch adds a product in half precision to an fp32 matrix in place. Older releases refuse."""
+    inputs, of_outputs = (torch.ones(16, 16, device=device, dtype=torch.bfloat16) for _ in range(2))
+    gradient = torch.full((16, 16), 2.0**-10, device=device)
+    try:
+        add_product(inputs, of_outputs, gradient)
+    except (RuntimeError, TypeError):  # no such operator, or not for these types
+        return False
+    return bool((gradient == 16 + 2.0**-10).all())
 
 
 # Adaptations of megatron-core.
