@@ -61,7 +61,7 @@ def fused_kernels(device: torch.device) -> ModuleType | None:
         from rltrain.models import fused
 
         x = torch.linspace(-1, 1, 96, device=device).view(2, 48)
-        found, expected = fused.swiglu(x), F.silu(x[:, :24]) * x[:, 24:]
+        found, expected = fused.gated(x), F.silu(x[:, :24]) * x[:, 24:]
         reason = "" if torch.allclose(found, expected, atol=1e-5) else "SwiGLU differs from torch's"
     except Exception as refusal:  # any failure of a version, GPU, compiler or driver
         reason = f"{type(refusal).__name__}: {refusal}".split("\n")[0]

@@ -199,22 +199,39 @@ def added_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: flo
 
 
 @triton.jit
+def _share(x, is_gelu: tl.constexpr):
+    """Returns the factor s of x in an activation x * s, and the derivative of x * s.
+
+    SiLU has the logistic function of x. GELU's tanh approximation has that of twice a polynomial (Hendrycks and Gimpel
+    2016, arXiv:1606.08415, section 2).
+    """
+    z, slope = x, 1.0
+    if is_gelu:
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 * sqrt(2 / pi)
+        slope = 1.5957691216057308 * (1 + 0.134145 * x * x)
+    share = tl.sigmoid(z)
+    return share, share * (1 + x * (1 - share) * slope)
+
+
+@triton.jit
 def _gate_forward(
-    gate, up, made, num_rows, gate_stride, up_stride, size, rows: tl.constexpr, block: tl.constexpr
+    gate, up, made, num_rows, gate_stride, up_stride, size, is_gelu: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """Computes silu(gate) * up for some columns of some rows per program."""
+    """Computes activation(gate) * up for some columns of some rows per program."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
     column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
     mask = (row < num_rows) & (column < size)
     x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(made + row * size + column, (x * tl.sigmoid(x) * y).to(made.dtype.element_ty), mask=mask)
+    share, _ = _share(x, is_gelu)
+    tl.store(made + row * size + column, (x * share * y).to(made.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gate_backward(
     gradient, gate, up, of_gate, of_up, num_rows, gate_stride, up_stride, of_gate_stride, of_up_stride, size,
-    rows: tl.constexpr, block: tl.constexpr,
+    is_gelu: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of gate and up for some columns of some rows per program."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
@@ -223,8 +240,8 @@ def _gate_backward(
     given = tl.load(gradient + row * size + column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    share = tl.sigmoid(x)
-    of_x = given * y * share * (1 + x * (1 - share))
+    share, slope = _share(x, is_gelu)
+    of_x = given * y * slope
     tl.store(of_gate + row * of_gate_stride + column, of_x.to(of_gate.dtype.element_ty), mask=mask)
     tl.store(of_up + row * of_up_stride + column, (given * x * share).to(of_up.dtype.element_ty), mask=mask)
 
@@ -236,66 +253,73 @@ def _grid(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(num_rows, rows), triton.cdiv(size, block)), {"rows": rows, "block": block}
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) * up of [rows, size] each, whose rows may lie apart."""
+def _made(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+    """Returns activation(gate) * up of [rows, size] each, whose rows may lie apart."""
     num_rows, size = gate.shape
     made = torch.empty(num_rows, size, device=gate.device, dtype=gate.dtype)
     grid, tile = _grid(gate)
-    launch(_gate_forward, grid, gate, up, made, num_rows, gate.stride(0), up.stride(0), size, **tile)
+    launch(_gate_forward, grid, gate, up, made, num_rows, gate.stride(0), up.stride(0), size, is_gelu=is_gelu, **tile)
     return made
 
 
-def _gate_gradients(gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor) -> None:
+def _gate_gradients(
+    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, *, is_gelu: bool
+) -> None:
     """Writes the gradients of gate and up, [rows, size] each."""
     num_rows, size = gate.shape
     strides = (x.stride(0) for x in (gate, up, of_gate, of_up))
     grid, tile = _grid(gate)
-    launch(_gate_backward, grid, gradient, gate, up, of_gate, of_up, num_rows, *strides, size, **tile)
+    launch(_gate_backward, grid, gradient, gate, up, of_gate, of_up, num_rows, *strides, size, is_gelu=is_gelu, **tile)
 
 
-class _SwiGlu(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
+    def forward(ctx: Any, gate_up: Tensor, is_gelu: bool) -> Tensor:
+        gate_up, ctx.is_gelu = gate_up.contiguous(), is_gelu
         ctx.save_for_backward(gate_up)
-        return _gated(*gate_up.flatten(0, -2).chunk(2, -1)).view(*gate_up.shape[:-1], gate_up.size(-1) // 2)
+        gate, up = gate_up.flatten(0, -2).chunk(2, -1)
+        made = _made(gate, up, is_gelu)
+        return made.view(*gate_up.shape[:-1], gate_up.size(-1) // 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         result = torch.empty_like(gate_up)
-        given = gradients[0].contiguous().flatten(0, -2)
-        _gate_gradients(given, *gate_up.flatten(0, -2).chunk(2, -1), *result.flatten(0, -2).chunk(2, -1))
-        return result
+        rows = (*gate_up.flatten(0, -2).chunk(2, -1), *result.flatten(0, -2).chunk(2, -1))
+        _gate_gradients(gradients[0].contiguous().flatten(0, -2), *rows, is_gelu=ctx.is_gelu)
+        return result, None
 
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+    def forward(ctx: Any, gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+        gate, up, ctx.is_gelu = gate.contiguous(), up.contiguous(), is_gelu
         ctx.save_for_backward(gate, up)
-        return _gated(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+        return _made(gate.flatten(0, -2), up.flatten(0, -2), is_gelu).view(gate.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         rows = (x.flatten(0, -2) for x in (gradients[0].contiguous(), gate, up, of_gate, of_up))
-        _gate_gradients(*rows)
-        return of_gate, of_up
+        _gate_gradients(*rows, is_gelu=ctx.is_gelu)
+        return of_gate, of_up, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up for gate and up side by side: [..., 2 n] to [..., n]."""
-    made: Tensor = _SwiGlu.apply(gate_up)
+def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+    """Returns silu(gate) * up for gate and up side by side: [..., 2 n] to [..., n].
+
+    With `is_gelu` the activation is GELU's tanh approximation.
+    """
+    made: Tensor = _Gated.apply(gate_up, is_gelu)
     return made
 
 
-def gated_product(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [..., n] each."""
-    made: Tensor = _GatedProduct.apply(gate, up)
+def gated_product(gate: Tensor, up: Tensor, is_gelu: bool = False) -> Tensor:
+    """Returns the product of `gated` for separate gate and up, [..., n] each."""
+    made: Tensor = _GatedProduct.apply(gate, up, is_gelu)
     return made
 
 

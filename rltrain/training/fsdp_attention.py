@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
@@ -232,8 +232,10 @@ def compute_fused(module: torch.nn.Module) -> None:
             part.forward = _norm_of(part, part.forward, part.variance_epsilon, 0.0)
         elif _same_code(kind.forward, Gemma2RMSNorm.forward) and _same_code(kind._norm, Gemma2RMSNorm._norm):
             part.forward = _norm_of(part, part.forward, part.eps, 1.0)
-        elif _same_code(kind.forward, LlamaMLP.forward) and _is_silu(part.act_fn):
-            part.forward = _gated_mlp_of(part, part.forward)
+        elif _same_code(kind.forward, LlamaMLP.forward):
+            gelu = partial(F.gelu, approximate="tanh")
+            if _computes(part.act_fn, F.silu) or _computes(part.act_fn, gelu):
+                part.forward = _gated_mlp_of(part, part.forward, _computes(part.act_fn, gelu))
         _rotate_fused(sys.modules[kind.__module__])
 
 
@@ -251,9 +253,9 @@ def _code_of(function: Any) -> object:
     return code.co_code, code.co_names, code.co_varnames, numbers
 
 
-def _is_silu(activation: Any) -> bool:
+def _computes(activation: Any, function: Callable[[Tensor], Tensor]) -> bool:
     points = torch.linspace(-4, 4, 9)
-    return torch.equal(activation(points), F.silu(points))
+    return torch.equal(activation(points), function(points))
 
 
 def _norm_of(norm: Any, plain: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
@@ -267,12 +269,12 @@ def _norm_of(norm: Any, plain: Callable[..., Tensor], eps: float, offset: float)
     return forward
 
 
-def _gated_mlp_of(mlp: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _gated_mlp_of(mlp: Any, plain: Callable[..., Tensor], is_gelu: bool) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         kernels = fused_kernels_for(x)
         if kernels is None:
             return plain(x)
-        output: Tensor = mlp.down_proj(kernels.gated_product(mlp.gate_proj(x), mlp.up_proj(x)))
+        output: Tensor = mlp.down_proj(kernels.gated_product(mlp.gate_proj(x), mlp.up_proj(x), is_gelu))
         return output
 
     return forward

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -61,20 +62,21 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 @settings(max_examples=12)
-@given(rows=st.integers(1, 20), size=st.sampled_from([1, 96, 1024, 1500]), kind=st.sampled_from(KINDS))
-def test_gated_activations(rows: int, size: int, kind: torch.dtype) -> None:
+@given(
+    rows=st.integers(1, 20),
+    size=st.sampled_from([1, 96, 1024, 1500]),
+    is_gelu=st.booleans(),
+    kind=st.sampled_from(KINDS),
+)
+def test_gated_activations(rows: int, size: int, is_gelu: bool, kind: torch.dtype) -> None:
     gate, up = normal(rows, 1, size, dtype=kind), normal(rows, 1, size, dtype=kind, seed=1)
-    agrees(
-        lambda gate, up: [fused.gated_product(gate, up)],
-        lambda gate, up: [torch.nn.functional.silu(gate) * up],
-        [gate, up],
-    )
 
-    def plain(gate_up: Tensor) -> list[Tensor]:
-        gate, up = gate_up.chunk(2, -1)
-        return [torch.nn.functional.silu(gate) * up]
+    def plain(gate: Tensor, up: Tensor) -> list[Tensor]:
+        return [(F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)) * up]
 
-    agrees(lambda gate_up: [fused.swiglu(gate_up)], plain, [torch.cat([gate, up], -1)])
+    agrees(lambda gate, up: [fused.gated_product(gate, up, is_gelu)], plain, [gate, up])
+    side_by_side = [torch.cat([gate, up], -1)]
+    agrees(lambda both: [fused.gated(both, is_gelu)], lambda both: plain(*both.chunk(2, -1)), side_by_side)
 
 
 @settings(max_examples=12)
@@ -123,7 +125,7 @@ def test_no_tokens() -> None:
     weight = normal(8).requires_grad_()
     queries, _, _ = fused.turned_groups(heads, turn._replace(norms=(weight, weight)))
     normed = fused.rms_norm(queries, weight, EPS)
-    (fused.swiglu(normed).sum() + normed.sum()).backward()
+    (fused.gated(normed).sum() + normed.sum()).backward()
     assert torch.equal(weight.grad, torch.zeros(8))
 
 
@@ -139,8 +141,8 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
         "_sum_parts": {"block": 128, "rows": 16},
         "_norm_forward": {"has_added": True, "rows": 1, "block": 4096},
         "_norm_backward": {"has_of_total": True, "has_parts": True, "rows": 1, "block": 4096},
-        "_gate_forward": {"rows": 1, "block": 1024},
-        "_gate_backward": {"rows": 1, "block": 1024},
+        "_gate_forward": {"is_gelu": True, "rows": 1, "block": 1024},
+        "_gate_backward": {"is_gelu": True, "rows": 1, "block": 1024},
         "_turn_forward": head,
         "_turn_backward": head | {"has_parts": True, "has_values": True, "head_block": 128},
     }

@@ -109,12 +109,16 @@ class GatedActivation(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         activate = config.activation_func
-        self.activate = partial(F.gelu, approximate="tanh") if activate is F.gelu else activate
+        self.is_gelu = activate is F.gelu
+        self.activate = partial(F.gelu, approximate="tanh") if self.is_gelu else activate
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        kernels = fused_kernels_for(gate_up)
-        if self.activate is F.silu and (kernels is not None or takes_fused(gate_up)):
-            activated: Tensor = SwiGlu.apply(gate_up) if kernels is None else kernels.swiglu(gate_up)
+        kernels, is_silu = fused_kernels_for(gate_up), self.activate is F.silu
+        if kernels is not None and (is_silu or self.is_gelu):
+            by_kernel: Tensor = kernels.gated(gate_up, self.is_gelu)
+            return by_kernel
+        if is_silu and takes_fused(gate_up):
+            activated: Tensor = SwiGlu.apply(gate_up)
             return activated
         gate, up = gate_up.chunk(2, dim=-1)
         product: Tensor = self.activate(gate) * up
