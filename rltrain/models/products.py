@@ -1,5 +1,7 @@
 """Products in half precision with fp32 sums, rounding to INT4, and gpt-oss's activation. Loads torch."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,29 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
             rows = slice(first, first + count)
             product[:, rows] = F.linear(flat.float(), weight[rows].float())
     return product.view(*x.shape[:-1], len(weight))
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `total`, which is fp32 or has the type of both."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif not left.is_cuda:
+        total += left @ right
+    elif adds_products(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+
+
+@cache
+def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether torch adds products of factors in `dtype` to an fp32 matrix in place. Some releases refuse it."""
+    total, factor = torch.full((16, 16), 2.0**-10, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # no such operator, or not for these types
+        return False
+    return bool((total == 16 + 2.0**-10).all())
 
 
 # INT4 in groups, and weights after rounding to it.

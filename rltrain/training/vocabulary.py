@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.models.attention import soft_capped
-from rltrain.models.products import wide_product
+from rltrain.models.products import add_product, wide_product
 
 # Log-probs and entropy from logits with columns split over a tensor-parallel group.
 #
@@ -422,9 +422,9 @@ def _gradients_of_inputs(
         for rows in tiles.rows:
             grad = tiles.gradient(rows, columns, given).to(weight.dtype)
             if of_states is not None:
-                _add_product(of_states[rows], grad, weight[columns])
+                add_product(of_states[rows], grad, weight[columns])
             if summed is not None:
-                _add_product(summed, grad.T, states[rows])
+                add_product(summed, grad.T, states[rows])
             elif of_weight is not None:
                 torch.mm(grad.T, states[rows], out=of_weight[columns])
         if summed is not None and of_weight is not None and total is None:
@@ -439,29 +439,6 @@ def _sum_of_columns(tiles: "_Tiles", columns: slice) -> Tensor | None:
         return logits.weight_grad[columns]
     assert logits.weight is not None
     return torch.zeros_like(logits.weight[columns], dtype=torch.float32) if len(tiles.rows) > 1 else None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to the fp32 `total`."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif not a.is_cuda:
-        total += a @ b
-    elif _adds_to_fp32(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += torch.mm(a, b, out_dtype=torch.float32)
-
-
-@functools.cache
-def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch adds products of factors in `dtype` to an fp32 matrix in place. Some releases refuse it."""
-    total, factor = torch.ones(16, 16, device=device), torch.eye(16, device=device, dtype=dtype)
-    try:
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 1 + factor).all())
 
 
 # Tiles of logits: what is computed of each, and turned into its gradient.

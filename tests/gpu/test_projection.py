@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rltrain.models.products import wide_product
-from rltrain.training.megatron.platform import accumulates_in_products, add_product
+from rltrain.training.megatron.platform import accumulates_in_products, add_to_gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -31,5 +31,5 @@ def test_a_product_is_added_to_an_fp32_gradient() -> None:
     gradient = torch.randn(512, 256, device=DEVICE)
     exact = gradient.double() + of_outputs.double().T @ inputs.double()
     assert accumulates_in_products(DEVICE)
-    add_product(inputs, of_outputs, gradient)
+    add_to_gradient(inputs, of_outputs, gradient)
     assert float((gradient - exact).abs().max()) < 1e-4 * float(exact.abs().max())

@@ -152,12 +152,12 @@ def test_products_can_be_added_to_gradients(
     """Megatron's linear layers hand over all of a gradient. Only GPUs have the mixed product, so this one is plain."""
     path, products = make_family_checkpoint(family, tmp_path), []
 
-    def add_product(inputs: Tensor, of_outputs: Tensor, gradient: Tensor) -> None:
+    def add_to_gradient(inputs: Tensor, of_outputs: Tensor, gradient: Tensor) -> None:
         products.append(gradient.shape)
         gradient.addmm_(of_outputs.t(), inputs)
 
     expected = of_megatron(path, groups)
-    monkeypatch.setattr(platform, "add_product", add_product)
+    monkeypatch.setattr(platform, "add_to_gradient", add_to_gradient)
     monkeypatch.setattr(platform, "HAS_ONEDNN", False)  # its layers have gradients of their own
     monkeypatch.setattr(layers, platform.EXTENSION, None, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rltrain.models.attention import fused_kernels_for
+from rltrain.models.products import add_product, adds_products
 
 # Autograd functions with few passes over memory, for CPUs.
 #
@@ -306,7 +307,7 @@ def accumulates_in_products(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if importlib.util.find_spec(EXTENSION) is None:
-        if not _adds_products(device):
+        if not adds_products(device, torch.bfloat16):
             return False
         add_products_by_torch()
     return True
@@ -314,30 +315,15 @@ def accumulates_in_products(device: torch.device) -> bool:
 
 def add_products_by_torch() -> None:
     """Gives Megatron's linear layers torch's product in the place of APEX's extension."""
-    stand_in = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    stand_in = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_to_gradient, wgrad_gemm_accum_fp16=add_to_gradient)
     layers = megatron.core.tensor_parallel.layers
     setattr(layers, EXTENSION, stand_in)
     layers._grad_accum_fusion_available = True
 
 
-def add_product(inputs: Tensor, of_outputs: Tensor, gradient: Tensor) -> None:
+def add_to_gradient(inputs: Tensor, of_outputs: Tensor, gradient: Tensor) -> None:
     """Adds of_outputs.T [n, rows] @ inputs [rows, m] to `gradient` [n, m], which may have a wider type."""
-    if gradient.dtype == inputs.dtype:
-        gradient.addmm_(of_outputs.t(), inputs)
-    else:
-        torch.addmm(gradient, of_outputs.t(), inputs, gradient.dtype, out=gradient)
-
-
-@functools.cache
-def _adds_products(device: torch.device) -> bool:
-    """Returns whether torch adds a product in half precision to an fp32 matrix in place. Older releases refuse."""
-    inputs, of_outputs = (torch.ones(16, 16, device=device, dtype=torch.bfloat16) for _ in range(2))
-    gradient = torch.full((16, 16), 2.0**-10, device=device)
-    try:
-        add_product(inputs, of_outputs, gradient)
-    except (RuntimeError, TypeError):  # no such operator, or not for these types
-        return False
-    return bool((gradient == 16 + 2.0**-10).all())
+    add_product(gradient, of_outputs.t(), inputs)
 
 
 # Adaptations of megatron-core.
