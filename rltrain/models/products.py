@@ -35,7 +35,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right to `total`, which is fp32 or has the type of both."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif not left.is_cuda:
+    elif left.device.type == "cpu":
         total += left @ right
     elif adds_products(left.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

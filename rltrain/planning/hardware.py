@@ -50,7 +50,7 @@ class Efficiency(Section):
     launches_ahead: bool = True
     """Whether the host launches kernels while earlier ones run, so that only the longer of both counts. False on
     CPUs."""
-    layer_s: NonNegative = 1.1e-3
+    layer_s: NonNegative = 1e-3
     """Seconds in which the host launches the kernels of a layer in a forward pass. Backward takes twice as long."""
     micro_batch_s: NonNegative = 2e-3
     """Further seconds of the host for a micro-batch in a forward pass: packing, log-probs and the loss. Backward takes

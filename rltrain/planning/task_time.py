@@ -60,8 +60,8 @@ MOVED_OF_HIDDEN, MOVED_OF_HEADS, MOVED_OF_MLP = (8, 8), (2, 3), (3, 5)
 queries, keys and values, and of the MLP. They are the counts of tools/benchmarks/launches.py."""
 MOVED_OF_LOGITS = (1, 2)
 """The same for each logit. Their statistics read it, and their gradient takes its place."""
-ACCUMULATED_BYTES = 10
-"""Bytes per parameter and micro-batch: a gradient is read and added to its fp32 sum."""
+ACCUMULATED_BYTES = 8
+"""Bytes per parameter and micro-batch: products read and write fp32 sums of gradients."""
 OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
 """Bytes per element of a rank's share: both moments are read and written, and the gradient is read."""
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rltrain.config import schema
-from rltrain.models import Architecture, attention, fused, read_architecture
+from rltrain.models import Architecture, attention, fused, products, read_architecture
 from rltrain.planning.options import SHIPPED
 from rltrain.reshard.copy_table import allocate_parameters
 from rltrain.rollout.embedded import triton_kernels
@@ -116,6 +116,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (attention, "fused_kernels", lambda device: fused),
             (fused, "launch", _launch),
             (model_config, "accumulates_in_products", lambda device: True),
+            (products, "adds_products", lambda device, dtype: True),
             (torch.nn.functional, "rms_norm", _rms_norm),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
