@@ -280,7 +280,13 @@ def _last_stage(
     """Returns the loss, Megatron's token count and the result to keep, from the outputs of the last chunk."""
     no_tokens = torch.zeros((), dtype=torch.int)
     if not batch.num_tokens:
-        nothing = logits[0, :0].sum()
+        nothing = logits[0, :0]
+        if model.architecture.head == "vocabulary":
+            head = model.logits_of(nothing)
+            assert head.weight is not None
+            # Every pass gives the weights a gradient, so that all replicas reduce it at the same place of backward.
+            nothing = torch.nn.functional.linear(head.states, head.weight)
+        nothing = nothing.sum()
         return nothing if predicted is None else nothing + predicted.made[:0].sum(), no_tokens, None
     loss, kept = outputs(batch, logits[0, : batch.num_rows])
     if predicted is not None:

@@ -309,27 +309,20 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-class DeferredHead(torch.nn.Module):
-    """A replacement for the vocabulary projection that returns the projection's inputs. The loss computes logits in
+class DeferredHead(ColumnParallelLinear):
+    """The vocabulary projection of Megatron, which returns the projection's inputs. The loss computes logits in
     tiles."""
 
-    def __init__(
-        self, projection: ColumnParallelLinear, config: TransformerConfig, tp_group: dist.ProcessGroup
-    ) -> None:
-        super().__init__()
-        self.tp_group, self.sequence_parallel = tp_group, config.sequence_parallel
-        self.weight = projection.weight  # None if it is tied to an embedding on this rank
-
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
         """Maps [tokens (of this rank), 1, hidden] to ([tokens, 1, hidden], no bias), equal on all tensor-parallel
         ranks.
 
         In backward the ranks' gradients, each from its own columns, are summed. Collective over: the tensor-parallel
         group, with sequence parallelism, and in backward.
         """
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group), None
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
 def block_spec(
@@ -595,7 +588,7 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
     too. Transformer Engine marks every weight of a product as a shard, even weights held whole by all tensor-parallel
     ranks.
     """
-    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
+    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)

@@ -13,7 +13,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -214,7 +213,7 @@ class ModelChunk(LanguageModule):
                 self.output_layer = ValueHead(self.config, collection.tp)
             return
         if self.post_process:
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = DeferredHead(
                 self.config.hidden_size,
                 self.vocab_size,
                 config=self.config,
@@ -226,8 +225,6 @@ class ModelChunk(LanguageModule):
             )
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        if self.post_process:
-            self.output_layer = DeferredHead(self.output_layer, self.config, collection.tp)
 
     def _add_prediction(
         self,
