@@ -477,8 +477,7 @@ def _turn_backward(
     has_parts: tl.constexpr, has_values: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
     rest_block: tl.constexpr, head_block: tl.constexpr,
 ):  # fmt: skip
-    """Computes gradients of heads. The first programs have those of queries, the others those of keys and copy those of
-    values."""
+    """Computes gradients of heads. The first programs take queries. The others take keys, and copy values."""
     number, count = tl.program_id(0), tl.num_programs(0)
     if number < num_first:
         _turn_back_rows(

@@ -484,7 +484,7 @@ class DecodeAttention(Protocol):
         ...
 
     def written(self, layer: int) -> Written:
-        """Returns where the tokens are stored. Whoever stores them there calls `attend`."""
+        """Returns the places of the tokens. The caller stores them there and then calls `attend`."""
         ...
 
     def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
