@@ -455,6 +455,10 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     return job, order, RunControl(inputs, stop, memory), watchdog
 
 
+MICRO_BATCHES = "micro_batch_tokens"
+"""The key of the chosen sizes in the job's store."""
+
+
 def with_micro_batches(config: Config, placed: PlacedConfig, job_store: JobStore) -> Config:
     """Returns the config with numbers in place of micro_batch_tokens: auto, chosen by rank 0 for its GPU.
 
@@ -471,10 +475,6 @@ def with_micro_batches(config: Config, placed: PlacedConfig, job_store: JobStore
         logger.warning("%s", ", ".join(f"{key}: auto is {tokens}" for key, tokens in chosen.items()))
         job_store.put(MICRO_BATCHES, chosen)
     return with_keys(config, job_store.get(MICRO_BATCHES, waiting_for="the sizes of micro-batches from rank 0"))
-
-
-MICRO_BATCHES = "micro_batch_tokens"
-"""The key of the chosen sizes in the job's store."""
 
 
 def open_images(config: Config, world: World) -> ImageStore | None:
