@@ -38,7 +38,11 @@ class Lora(Section):
 
 # Models in the training backend.
 
-RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+RecomputedModule = Literal[
+    "activation", "core_attn", "layernorm", "mlp", "moe", "rotation", "shared_experts", "mla_up_proj"
+]
+CHEAP: tuple[RecomputedModule, ...] = ("activation", "layernorm", "rotation")
+"""Modules whose outputs a kernel makes again from what is kept anyway."""
 Backend = Literal["megatron", "fsdp"]
 Offload = Literal["auto"] | bool
 """Decides whether a role leaves the device between its tasks. auto: it leaves if it shares ranks with a role in need of
@@ -152,18 +156,24 @@ class Recompute(Section):
     layers: Count | None = None
     """With granularity full: number of layers to recompute, from the beginning of every chunk. A chunk is a stage's
     layers, or a part of them with vpp. `null`: all."""
-    modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
-    """With granularity selective: the parts to recompute. `core_attn`: outputs of attention. `layernorm`: outputs of
-    norms. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their shared experts.
-    `shared_experts`: the inside of shared experts. `mla_up_proj`: queries, keys and values of latent attention."""
+    modules: tuple[RecomputedModule, ...] | None = Field(default=None, strict=False)
+    """With granularity selective: the parts to recompute. Three cost little: `activation`, outputs of gated activations
+    in dense MLPs; `layernorm`, outputs of norms before dense matrices; `rotation`, normalized and rotated queries and
+    keys. `core_attn`: outputs of attention. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their
+    shared experts. `shared_experts`: the inside of shared experts. `mla_up_proj`: queries, keys and values of latent
+    attention. `null`: the cheap ones that the backend has; core_attn with Transformer Engine."""
 
     def full_layers(self, count: int) -> int:
         """Returns the number of fully recomputed layers, from the first, in a chunk of `count` layers."""
         return min(self.layers or count, count) if self.granularity == "full" else 0
 
-    def repeats(self, module: RecomputedModule) -> bool:
-        """Returns whether this part of every layer is recomputed on its own."""
-        return self.granularity == "selective" and module in self.modules
+    def chosen(self, *, transformer_engine: bool) -> tuple[RecomputedModule, ...]:
+        """Returns the parts of every layer that are recomputed on their own."""
+        if self.granularity != "selective":
+            return ()
+        if self.modules is None:
+            return ("core_attn",) if transformer_engine else CHEAP
+        return self.modules
 
 
 class Model(Section):

@@ -12,6 +12,7 @@ If only adapters learn, inputs of matrices without adapters are not kept.
 
 from dataclasses import dataclass
 
+from rltrain.config.models import RecomputedModule
 from rltrain.models import Architecture
 from rltrain.models.canonical import layer_of
 from rltrain.models.delta_net import CHUNK_TOKENS
@@ -156,7 +157,7 @@ class Activations:
         """
         model, kept, again = self.job.config.model, 0, 0
         for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
-            whole = len(layers) if model.recomputed.repeats("moe") else model.recomputed.full_layers(len(layers))
+            whole = len(layers) if self.job.repeats(self.role, "moe") else model.recomputed.full_layers(len(layers))
             kept += sum(layers[whole:])
             again = max(again, int(any(layers[:whole])))
         return int((self._under_way() * kept + again) * self._rounded_layer())
@@ -178,13 +179,28 @@ class Activations:
 
     def _recomputed(self, sparse: bool) -> int:
         """Returns the part of `layer` that is recomputed and not kept."""
-        repeats = self.job.config.model.recomputed.repeats
+        inside = self._repeats("moe" if sparse else "mlp")
         parts = (
-            (repeats("core_attn"), self._attended()),
-            (repeats("layernorm"), self._blocks_inputs(sparse)),
-            (repeats("moe" if sparse else "mlp"), self._inside(sparse)),
+            (self._repeats("core_attn"), self._attended(sparse)),
+            (self._repeats("layernorm"), self._repeated_norms(sparse)),
+            (self._repeats("rotation"), self._rotated()),
+            (self._repeats("activation") and not inside, self._activated(sparse)),
+            (inside, self._inside(sparse)),
         )
         return sum(size for is_repeated, size in parts if is_repeated)
+
+    def made_again(self, sparse: bool) -> tuple[int, int]:
+        """Returns the number of kernels that make cheap outputs again in a layer's backward, and the bytes per token that
+        they read and write."""
+        hidden = self._hidden(self.job.item_bytes)
+        norms = self._repeated_norms(sparse) if self._repeats("layernorm") else 0
+        rotated = self._rotated() if self._repeats("rotation") else 0
+        activated = self._activated(sparse) if self._repeats("activation") and not self._repeats("mlp") else 0
+        read = norms // hidden * self._norm() + rotated + 2 * activated
+        return norms // hidden + (rotated > 0) + (activated > 0), read + norms + rotated + activated
+
+    def _repeats(self, module: RecomputedModule) -> bool:
+        return self.job.repeats(self.role, module)
 
     def _kept_inputs(self, sparse: bool) -> KeptInputs:
         return kept_inputs(self.job, self.role, sparse)
@@ -197,8 +213,32 @@ class Activations:
         """
         kept = self._kept_inputs(sparse)
         second = kept.copies(SHARED_FC1 if sparse else FC1) > 0 or not learns_adapters(self.job, self.role)
-        again = self.job.config.model.recomputed.repeats("moe" if sparse else "mlp")
+        again = self._repeats("moe" if sparse else "mlp")
         return ((kept.copies(QKV) > 0) + (second or again)) * self._hidden(self.job.item_bytes)
+
+    def _repeated_norms(self, sparse: bool) -> int:
+        """Returns the part of `_blocks_inputs` that is recomputed. Without Transformer Engine it is the inputs of dense
+        products alone, without those of latent attention. With dropout these products keep other inputs."""
+        if self.job.has_te_layers(self.role):
+            return self._blocks_inputs(sparse)
+        kept = self._kept_inputs(sparse)
+        first = kept.copies(QKV) == 1 and self.architecture.mla is None
+        second = kept.copies(FC1) == 1 and not sparse and not self._repeats("mlp")
+        return (first + second) * self._hidden(self.job.item_bytes)
+
+    def _rotated(self) -> int:
+        """Returns the bytes of normalized and rotated queries and keys that a kernel makes. The mean of all layers if
+        some have gated delta nets."""
+        a, grid = self.architecture, self.job.grids[self.role]
+        unfused = a.mla is not None or a.gated_attention or a.norms_projections or self._pads
+        if grid.is_sharded or unfused or grid.cp > 1 or a.num_kv_heads < grid.tp:
+            return 0
+        return (a.query_size + a.kv_size) * self.job.item_bytes // grid.tp * a.num_attention_layers // a.num_layers
+
+    def _activated(self, sparse: bool) -> int:
+        """Returns the bytes of a dense MLP's gated activations, the input of its last matrix."""
+        is_kept = not sparse and self.architecture.gates_mlps and self._kept_inputs(sparse).copies(FC2) == 1
+        return self.architecture.ffn_hidden_size * self.job.item_bytes // self.job.grids[self.role].tp * is_kept
 
     def _inside(self, sparse: bool) -> int:
         return self._experts() if sparse else self._mlp()
@@ -210,10 +250,8 @@ class Activations:
         return self.architecture.hidden_size * item_bytes // (parallel.tp if is_cut else 1)
 
     def _norm(self) -> int:
-        """Returns the bytes of a norm's input. transformers' norms also keep it in fp32, and the input of their weight
-        if it learns."""
-        between = 1 + (not learns_adapters(self.job, self.role)) if self.job.grids[self.role].is_sharded else 0
-        return self._hidden(self.job.residual_bytes) + between * self._hidden(FP32)
+        """Returns the bytes of a norm's input."""
+        return self._hidden(self.job.residual_bytes)
 
     def _normed(self) -> int:
         """Returns the bytes of a norm's input and output."""
@@ -238,11 +276,21 @@ class Activations:
         norms_and_input = 2 * self._norm() + 2 * self._hidden(self.job.item_bytes)
         return self.layer(self.architecture.predicting_kind.sparse) + norms_and_input + whole
 
-    def _attended(self) -> int:
-        """Returns the bytes of attention's outputs. The mean of all layers if some have gated delta nets."""
+    def _attended(self, sparse: bool) -> int:
+        """Returns the bytes of attention's outputs that no product keeps, and of log-sum-exps. The mean of all layers
+        if some have gated delta nets."""
         a = self.architecture
-        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * a.num_attention_layers // a.num_layers
-        return values * self.job.item_bytes // self.job.grids[self.role].tp
+        is_kept_anyway = not self._pads and self._kept_inputs(sparse).copies(PROJECTION) > 0
+        of_head = 0 if is_kept_anyway else (a.mla.value_head_dim if a.mla else a.head_dim) * self.job.item_bytes
+        all_heads = a.num_heads * (of_head + FP32) * a.num_attention_layers // a.num_layers
+        return all_heads // self.job.grids[self.role].tp
+
+    @property
+    def _pads(self) -> bool:
+        """Whether attention computes padded copies of queries, keys and values, and keeps these."""
+        a, job = self.architecture, self.job
+        is_packed = job.attends_packed and a.attention_softcap is None and not a.attention_sinks and a.mla is None
+        return not is_packed and not job.has_te_layers(self.role)
 
     def _mixer(self, sparse: bool) -> int:
         """Returns the bytes of attention. The mean of all layers if some have gated delta nets.
@@ -280,24 +328,28 @@ class Activations:
             latents = 2 * ((a.mla.q_rank or 0) + a.mla.kv_rank + a.mla.rope_head_dim)
         kept_values = values if a.mla else a.kv_size
         frozen_norms = self.job.grids[self.role].is_sharded and learns_adapters(self.job, self.role)
-        inputs = queries + keys + kept_values + (queries + keys if a.qk_norm and not frozen_norms else 0)
-        copies = 0
-        if self.job.has_local_layers(self.role):
-            all_ranks = 1 if config.model.cp_communication == "all_to_all" else self.job.grids[self.role].cp
-            copies = queries + (keys + kept_values) * all_ranks + values
+        # One product makes queries, keys and values in one memory. Attention keeps values, and so all of it.
+        is_whole = not (self.job.grids[self.role].is_sharded or a.mla)
+        has_both = is_whole or (a.qk_norm and not frozen_norms)
+        inputs = queries + keys + kept_values + (queries + keys if has_both else 0)
+        gathers = self.job.has_local_layers(self.role) and config.model.cp_communication != "all_to_all"
+        all_ranks = self.job.grids[self.role].cp if gathers else 1
+        copies = (keys + kept_values) * all_ranks if self._pads or all_ranks > 1 else 0
+        copies += queries + values if self._pads else 0
         kept = self._kept_inputs(sparse)
         again = max(kept.copies(QKV) - 1, 0) * self._hidden(item)
-        split = (inputs + (1 + kept.copies(PROJECTION)) * values + copies) * item + a.num_heads * FP32
+        outputs = 1 + kept.copies(PROJECTION) if self._pads else max(1, kept.copies(PROJECTION))
+        split = (inputs + outputs * values + copies) * item + a.num_heads * FP32
         return split // self.job.grids[self.role].tp + (latents + kept.beside(QKV, PROJECTION)) * item + again
 
     def _mlp(self) -> int:
-        """Returns the bytes of an MLP: gate and up, the activated gate, and the product as the last matrix's input.
+        """Returns the bytes of an MLP: gate and up, and the product as the last matrix's input.
 
         Without a gate they are the output of ReLU and its square.
         """
         kept, item = self._kept_inputs(sparse=False), self.job.item_bytes
         again = max(kept.copies(FC1) - 1, 0) * self._hidden(item)
-        of_products = 3 if self.architecture.gates_mlps else 1
+        of_products = 2 if self.architecture.gates_mlps else 1
         inside = (of_products + kept.copies(FC2)) * self.architecture.ffn_hidden_size // self.job.grids[self.role].tp
         return (inside + kept.beside(FC1, FC2)) * item + again
 

@@ -106,6 +106,7 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
 
 def _changes(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, object]]:
     """Yields (dotted key, another value for it)."""
+    yield "model.recompute", "selective"
     yield "model.recompute", "full"
     if config.model.recomputed.granularity == "full":
         yield "model.activation_offload", True

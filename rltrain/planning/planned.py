@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, lcm, prod
 
+from rltrain.config.models import RecomputedModule
 from rltrain.config.schema import Config, SharePrefixes
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
@@ -332,6 +333,14 @@ class PlannedJob:
         local = model.transformer_impl == "local" or model.dtype == "float32"
         return local or adapted or bool(local_mechanisms(self.architectures[role]))
 
+    def has_te_layers(self, role: str) -> bool:
+        """Returns whether Transformer Engine's layers run a role's model."""
+        return not (self.grids[role].is_sharded or self.has_local_layers(role))
+
+    def repeats(self, role: str, module: RecomputedModule) -> bool:
+        """Returns whether backward recomputes this part of every layer on its own."""
+        return module in self.config.model.recomputed.chosen(transformer_engine=self.has_te_layers(role))
+
     @property
     def attends_packed(self) -> bool:
         """Whether one attention kernel takes the packed sequences of a micro-batch. There is no such kernel for
@@ -386,8 +395,7 @@ class PlannedJob:
         Some layers take whole sequences (`obstacle_to_sharing`), and a layer for a further token learns from them. An
         agent's episode has any number of samples with unknown contexts, so nothing of them is assumed to be shared.
         """
-        has_te_layers = not (self.grids[role].is_sharded or self.has_local_layers(role))
-        takes_whole = has_te_layers and (self.architectures[role].mla is not None or self.grids[role].cp > 1)
+        takes_whole = self.has_te_layers(role) and (self.architectures[role].mla is not None or self.grids[role].cp > 1)
         if takes_whole or (trains and self.config.predicts(role)) or self.has_agents:
             return False
         return self.config.share_prefixes_of(role)

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 
 from rltrain.config.schema import EvaluationPlan
@@ -58,6 +58,8 @@ UPDATE_COLLECTIVES = 8
 MOVED_OF_HIDDEN, MOVED_OF_HEADS, MOVED_OF_MLP = (8, 8), (2, 3), (3, 5)
 """Elements that a layer's fused kernels read and write (forward, backward): for each element of the hidden state, of
 queries, keys and values, and of the MLP. They are the counts of tools/benchmarks/launches.py."""
+LAUNCHES_OF_PASS = 11
+"""A third of the launches of a layer's forward and backward."""
 MOVED_OF_LOGITS = (1, 2)
 """The same for each logit. Their statistics read it, and their gradient takes its place."""
 ACCUMULATED_BYTES = 8
@@ -203,6 +205,7 @@ class TrainingTime:
     def _stage(self, stage: int, computed: Computed, backward: bool) -> MicroBatchTime:
         a, gpu, model = self.architecture, self.gpu, self.job.config.model
         recompute, layers = model.recomputed, layers_of_stage(a, self.grid, stage)
+        repeats = partial(self.job.repeats, self.role)
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
@@ -213,16 +216,16 @@ class TrainingTime:
         whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
         repeated = backward * whole / (len(layers) or 1)
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
-        attended = times + (backward if recompute.repeats("core_attn") else repeated)
+        attended = times + (backward if repeats("core_attn") else repeated)
         of_attention = attended * attention / gpu.efficiency.attention
         of_head = (multiplied + backward * recomputed_logits(self.job, self.role)) * head
         at_peak = (multiplied + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
-        if backward and recompute.repeats("mlp"):
+        if backward and repeats("mlp"):
             at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul
-        if backward and recompute.repeats("moe"):
+        if backward and repeats("moe"):
             at_peak += experts * self._unevenness() / gpu.efficiency.experts
         flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
-        passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
+        passes = len(layers) * (1 + backward + (backward if repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
         per_token += self._moved_by_kernels(layers, bool(head), repeated, backward) / gpu.memory
         if backward:  # to the host and back, during the computation
@@ -233,6 +236,9 @@ class TrainingTime:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
         latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
         host = (times + repeated) * len(layers) * gpu.efficiency.layer_s
+        if backward:
+            launched = sum(Activations(self.job, self.role, stage).made_again(sparse)[0] for sparse in layers)
+            host += launched / LAUNCHES_OF_PASS * gpu.efficiency.layer_s
         host += (1 + backward) * gpu.efficiency.micro_batch_s
         each = latencies
         if backward:
@@ -256,6 +262,8 @@ class TrainingTime:
             mlps = sum(of_experts if sparse else a.ffn_hidden_size for sparse in layers) * MOVED_OF_MLP[way] / tp
             elements += times * (len(layers) * (hidden + heads) + mlps)
         moved = elements * self.job.item_bytes
+        if backward:
+            moved += sum(Activations(self.job, self.role, 0).made_again(sparse)[1] for sparse in layers)
         if has_head:
             moved += sum(MOVED_OF_LOGITS[: len(ways)]) * a.vocab_size / tp * self.job.logit_bytes
         return self.gpu.efficiency.moved * moved / self.grid.cp

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.learning import Correction
-from rltrain.config.models import RecomputedModule
+from rltrain.config.models import CHEAP, RecomputedModule
 from rltrain.config.schema import Config, Loss, Parallel, PromptFile, Trained
 from rltrain.config.section import role_names, split_roles
 from rltrain.errors import ConfigError, PlacementError, one_of
@@ -118,8 +118,12 @@ def _model_problems(config: Config, role: str) -> Iterator[str]:
             f"model.router_replay: got {model.router_replay} with {backend}, whose routers cannot replay choices; "
             "expected off"
         )
-    if model.recomputed.granularity == "selective":
-        yield f"model.recompute: got selective with {backend}; expected none or full, since it recomputes whole layers"
+    refused = [module for module in model.recomputed.modules or () if module not in ("activation", "layernorm")]
+    if refused:
+        yield (
+            f"model.recompute.modules: got {', '.join(refused)} with {backend}; expected activation and layernorm, or "
+            "model.recompute: full"
+        )
     for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
         value = getattr(model.moe, name)
         if value:
@@ -292,8 +296,8 @@ def _problems_of_files(config: Config) -> Iterator[str]:
 
 # Optimizers, and activations on the host.
 
-EMPTIED: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
-"""Modules whose output memory Megatron frees, and fills again before backward."""
+NOT_OFFLOADED: tuple[RecomputedModule, ...] = (*CHEAP, "mla_up_proj")
+"""Modules whose inputs stay on the device to make their outputs again."""
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
@@ -321,11 +325,12 @@ def optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _activation_problems(config: Config) -> Iterator[str]:
-    emptied = [module for module in EMPTIED if config.model.recomputed.repeats(module)]
-    if config.model.activation_offload and emptied:
+    chosen = config.model.recomputed.chosen(transformer_engine=False)
+    staying = [module for module in NOT_OFFLOADED if module in chosen]
+    if config.model.activation_offload and staying:
         yield (
-            f"model.activation_offload: got true with {', '.join(emptied)} in model.recompute.modules, which free "
-            "their outputs and fill them again in place; expected false, or other modules, or model.recompute: full"
+            f"model.activation_offload: got true with {', '.join(staying)} in model.recompute.modules, whose inputs "
+            "stay on the device; expected false, or other modules, or model.recompute: full"
         )
 
 
@@ -644,10 +649,10 @@ def _recompute_problems(config: Config) -> Iterator[str]:
         )
     if "modules" in given.model_fields_set and granularity != "selective":
         yield (
-            f"model.recompute.modules: got {', '.join(given.modules) or 'none'} with granularity {granularity}; remove "
+            f"model.recompute.modules: got {', '.join(given.modules or ()) or 'none'} with granularity {granularity}; remove "
             "the key, or set granularity: selective"
         )
-    elif granularity == "selective" and not given.modules:
+    elif granularity == "selective" and given.modules == ():
         yield "model.recompute.modules: got none; expected some, such as [core_attn, mlp], or model.recompute: none"
 
 

@@ -1,7 +1,7 @@
 """Packed sequences in transformers' models: attention, delta nets, context parallelism by heads, fused kernels."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import unwrap
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from rltrain.config.models import RecomputedModule
 from rltrain.models.attention import fused_kernels_for
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
 from rltrain.training.packed_attention import PackedRows, packed_rows
@@ -26,6 +27,7 @@ from rltrain.training.packing import (
     positions_of,
     spread_over_heads,
 )
+from rltrain.training.recipes import made_again, with_recipe
 from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Context parallelism by heads: every rank attends over all tokens in some heads.
@@ -221,21 +223,28 @@ def _heads(net: Any, packed: PackedStates, mixed: Tensor, gate: Tensor, weights:
 # Families in transformers have copies of Llama's modules. A copy with the same code is computed by fused kernels.
 
 
-def compute_fused(module: torch.nn.Module) -> None:
-    """Makes norms, rotations and gated MLPs in `module` use fused kernels on devices that have them."""
+def compute_fused(module: torch.nn.Module, made_again_modules: Collection[RecomputedModule] = ()) -> None:
+    """Makes norms, rotations and gated MLPs in `module` use fused kernels on devices that have them.
+
+    With `layernorm` or `activation` backward makes the outputs of norms or of gated activations again, for the products
+    after them.
+    """
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+    has_norms, has_gates = (name in made_again_modules for name in ("layernorm", "activation"))
     for part in cast(Iterable[Any], module.modules()):
         kind = type(part)
-        if _same_code(kind.forward, LlamaRMSNorm.forward):
-            part.forward = _norm_of(part, part.forward, part.variance_epsilon, 0.0)
+        if kind is torch.nn.Linear and made_again_modules:
+            part.forward = _product_of(part.forward)
+        elif _same_code(kind.forward, LlamaRMSNorm.forward):
+            part.forward = _norm_of(part, part.forward, part.variance_epsilon, 0.0, has_norms)
         elif _same_code(kind.forward, Gemma2RMSNorm.forward) and _same_code(kind._norm, Gemma2RMSNorm._norm):
-            part.forward = _norm_of(part, part.forward, part.eps, 1.0)
+            part.forward = _norm_of(part, part.forward, part.eps, 1.0, has_norms)
         elif _same_code(kind.forward, LlamaMLP.forward):
             gelu = partial(F.gelu, approximate="tanh")
             if _computes(part.act_fn, F.silu) or _computes(part.act_fn, gelu):
-                part.forward = _gated_mlp_of(part, part.forward, _computes(part.act_fn, gelu))
+                part.forward = _gated_mlp_of(part, part.forward, _computes(part.act_fn, gelu), has_gates)
         _rotate_fused(sys.modules[kind.__module__])
 
 
@@ -258,23 +267,40 @@ def _computes(activation: Any, function: Callable[[Tensor], Tensor]) -> bool:
     return torch.equal(activation(points), function(points))
 
 
-def _norm_of(norm: Any, plain: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
+def _product_of(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        with made_again(x):
+            return plain(x)
+
+    return forward
+
+
+def _norm_of(
+    norm: Any, plain: Callable[..., Tensor], eps: float, offset: float, is_made_again: bool
+) -> Callable[..., Tensor]:
+    def normed_of(hidden_states: Tensor) -> Tensor:
         kernels = fused_kernels_for(hidden_states)
         if kernels is None:
             return plain(hidden_states)
         normed: Tensor = kernels.rms_norm(hidden_states, norm.weight, eps, offset)
         return normed.to(hidden_states.dtype) if offset else normed
 
-    return forward
+    def forward(hidden_states: Tensor) -> Tensor:
+        return with_recipe(normed_of(hidden_states), normed_of, hidden_states)
+
+    return forward if is_made_again else normed_of
 
 
-def _gated_mlp_of(mlp: Any, plain: Callable[..., Tensor], is_gelu: bool) -> Callable[..., Tensor]:
+def _gated_mlp_of(
+    mlp: Any, plain: Callable[..., Tensor], is_gelu: bool, is_made_again: bool
+) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         kernels = fused_kernels_for(x)
         if kernels is None:
             return plain(x)
-        output: Tensor = mlp.down_proj(kernels.gated_product(mlp.gate_proj(x), mlp.up_proj(x), is_gelu))
+        activate, factors = partial(kernels.gated_product, is_gelu=is_gelu), (mlp.gate_proj(x), mlp.up_proj(x))
+        product: Tensor = activate(*factors)
+        output: Tensor = mlp.down_proj(with_recipe(product, activate, *factors) if is_made_again else product)
         return output
 
     return forward

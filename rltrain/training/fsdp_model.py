@@ -461,7 +461,7 @@ class ShardedModel(PackedModel):
         if architecture.delta:
             compute_packed(self.module)
         if fused_kernels(device) is not None:
-            compute_fused(self.module)
+            compute_fused(self.module, model.recomputed.chosen(transformer_engine=False))
         self.adapters = ShardedAdapters(self.module, architecture, lora, seed, tower) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)

@@ -19,6 +19,7 @@ from rltrain.training.packed_attention import (
 )
 from rltrain.training.packing import WHOLE, ContextShare
 from rltrain.training.prefix_tree import PrefixTree, ranges
+from rltrain.training.recipes import made_again, with_recipe
 
 # Slices of sequences, whose queries are the last of their keys.
 
@@ -151,17 +152,12 @@ def _attend_selected(
     query: Tensor, keys: Tensor, values: Tensor, slices: SlicedRows, scale: float | None, window: int | None
 ) -> Tensor:
     """Computes `attend_slices` in one launch. Backward selects the keys and values again, so no copies are kept."""
-    of_keys, of_values = (x.index_select(0, slices.key_rows) for x in (keys, values))
-    sources = {(copy.data_ptr(), copy.shape): x.detach() for copy, x in ((of_keys, keys), (of_values, values))}
 
-    def pack(x: Tensor) -> Tensor | tuple[Tensor]:
-        source = sources.get((x.data_ptr(), x.shape))
-        return x if source is None else (source,)
+    def selected(x: Tensor) -> Tensor:
+        return x.index_select(0, slices.key_rows)
 
-    def unpack(kept: Tensor | tuple[Tensor]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept[0].index_select(0, slices.key_rows)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    of_keys, of_values = (with_recipe(selected(x), selected, x) for x in (keys, values))
+    with made_again(of_keys, of_values):
         return attend_packed(
             query,
             of_keys,

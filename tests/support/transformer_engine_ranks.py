@@ -105,7 +105,7 @@ def trained(
     """Returns the reports of some optimizer steps, and the log-probs after them."""
     moe = BALANCED.model_copy(update={"dispatcher": settings.pop("dispatcher", "alltoall")})
     model_module.uses_transformer_engine = lambda *_: transformer_engine
-    model_config.activation_settings = lambda of, cuda: activation_settings(of, cuda=transformer_engine)
+    model_config.activation_settings = lambda of, fused: activation_settings(of, fused=transformer_engine)
     model = model_module.build_model(
         architecture,
         grid,

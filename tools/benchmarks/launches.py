@@ -1,6 +1,6 @@
 """Counts the launches of a decoder layer and the bytes they move, as on a GPU, on a machine without one.
 
-    python tools/benchmarks/launches.py [--model Qwen3-8B] [--tokens 8192] [--samples 16] [--output FILE]
+    python tools/benchmarks/launches.py [--model Qwen3-8B] [--tokens 8192] [--recompute selective] [--output FILE]
 
 Layers run on torch's meta device in bf16: forward and backward through the code of a training step, and a decode step
 of the embedded engine. A dispatch mode counts their operators. A view launches nothing; every other operator launches
@@ -10,6 +10,7 @@ they are the difference of models with two layers and one. Gradients accumulate 
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import types
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,6 +71,8 @@ class Counts:
 
     launches: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
+    """Bytes of a forward pass that backward needs."""
 
     def note(self, name: str, tensors: list[Tensor]) -> None:
         self.launches[name] += KERNELS.get(name, 1)
@@ -79,6 +83,7 @@ class Counts:
         return Counts(
             Counter({name: self.launches[name] - other.launches[name] for name in names}),
             Counter({name: self.num_bytes[name] - other.num_bytes[name] for name in names}),
+            self.kept - other.kept,
         )
 
 
@@ -88,10 +93,19 @@ class CountingMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
+        self._made = list[tuple[StorageWeakRef, int]]()
+
+    def num_alive(self) -> int:
+        """Returns the bytes of the memory that operators made and that something holds."""
+        gc.collect()
+        alive = {made.cdata: num_bytes for made, num_bytes in self._made if not made.expired()}
+        return sum(alive.values())
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self._made += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages if not func.is_view]
         if isinstance(made, Tensor | tuple | list) and not (func.is_view or name in FREE):
             of_inputs, of_outputs = (
                 [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), made)
@@ -165,18 +179,27 @@ def count(step: Callable[[], object]) -> Counts:
     return mode.counts
 
 
+def count_passes(forward: Callable[[], Tensor]) -> Counts:
+    """Returns the counts of a forward pass and its backward pass."""
+    with CountingMode() as mode:
+        made = forward()
+        mode.counts.kept = mode.num_alive()
+        made.backward(torch.empty_like(made))
+    return mode.counts
+
+
 def lengths_of(arguments: argparse.Namespace) -> list[int]:
     return [arguments.tokens // arguments.samples] * arguments.samples
 
 
-def megatron_layers(groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+def megatron_layers(groups: ProcessGroups, lengths: list[int], recompute: str, folder: Path) -> Counts:
     """Returns the counts of Megatron's local layers and of the norm after them."""
     architecture = read_architecture(folder)
     model: LanguageModel = build_model(
         architecture,
         GRID,
         groups,
-        model=schema.Model(path="", dtype="bfloat16"),
+        model=schema.Model(path="", dtype="bfloat16", recompute=recompute),  # type: ignore[arg-type]
         parallel=schema.Parallel(),
         device=META,
     )
@@ -191,35 +214,35 @@ def megatron_layers(groups: ProcessGroups, lengths: list[int], folder: Path) -> 
     )
     angles = chunk._angles(hidden, sequences)
 
-    def step() -> None:
-        made = chunk.decoder(
+    def forward() -> Tensor:
+        made: Tensor = chunk.decoder(
             hidden_states=hidden, attention_mask=None, packed_seq_params=sequences, rotary_pos_emb=angles
         )
-        made.backward(torch.empty_like(made))
+        return made
 
-    counts = count(step)
+    counts = count_passes(forward)
     del wrapped  # its hooks, which accumulate gradients, end with it
     return counts
 
 
-def fsdp_layers(groups: ProcessGroups, lengths: list[int], folder: Path) -> Counts:
+def fsdp_layers(groups: ProcessGroups, lengths: list[int], recompute: str, folder: Path) -> Counts:
     """Returns the counts of transformers' layers and of the norm after them. Shards are not gathered."""
     architecture = read_architecture(folder)
     decoder: Any = empty_model(folder, architecture, torch.bfloat16).language_model.model  # type: ignore[union-attr]
     decoder.rotary_emb.to(META)
-    compute_fused(decoder)
+    compute_fused(decoder, schema.Recompute(granularity=recompute).chosen(transformer_engine=False))  # type: ignore[arg-type]
     sequences: Any = packed_rows(lengths, META, PackedRows)
     hidden = torch.empty(
         1, sum(lengths), architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
     )
 
-    def step() -> None:
-        made = decoder(
+    def forward() -> Tensor:
+        made: Tensor = decoder(
             inputs_embeds=hidden, position_ids=sequences.positions[None], use_cache=False, rltrain_sequences=sequences
         ).last_hidden_state
-        made.backward(torch.empty_like(made))
+        return made
 
-    return count(step)
+    return count_passes(forward)
 
 
 class CountedKernel:
@@ -341,6 +364,7 @@ def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dic
         "bytes": sum(counts.num_bytes.values()),
         "least_launches": sum(part.launches for part in parts),
         "least_bytes": least_bytes,
+        "kept_bytes_per_token": counts.kept / num_tokens,
     }
     print(f"\n{name}: a layer, {num_tokens} tokens")
     for operator, number in sorted(counts.launches.items(), key=lambda pair: -counts.num_bytes[pair[0]]):
@@ -348,14 +372,16 @@ def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dic
             print(f"  {operator:34s} {number:4d} launches {counts.num_bytes[operator] / 1e6:10.1f} MB")
     print(f"  {'sum':34s} {sums['launches']:4d} launches {sums['bytes'] / 1e6:10.1f} MB")
     print(f"  {'minimum':34s} {sums['least_launches']:4d} launches {least_bytes / 1e6:10.1f} MB")
+    if counts.kept:
+        print(f"  kept for backward: {counts.kept / num_tokens:,.0f} bytes per token")
     return sums
 
 
-def measure(folder: Path, lengths: list[int]) -> dict[str, Counts]:
-    """Returns the counts of a layer in training, by backend."""
+def measure(folder: Path, lengths: list[int], recompute: str = "none") -> dict[str, Counts]:
+    """Returns the counts of a layer in training, by backend. `recompute` is model.recompute."""
     groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
     made = {"megatron": megatron_layers, "fsdp": fsdp_layers}
-    return {name: _of_a_layer(folder, partial(layers, groups, lengths)) for name, layers in made.items()}
+    return {name: _of_a_layer(folder, partial(layers, groups, lengths, recompute)) for name, layers in made.items()}
 
 
 def measure_decoding(folder: Path, num_slots: int, num_positions: int) -> Counts:
@@ -382,12 +408,13 @@ def main() -> None:
     made.add_argument("--model", default="Qwen3-8B", help="a model whose config.json is in rltrain/planning")
     made.add_argument("--tokens", type=int, default=8192)
     made.add_argument("--samples", type=int, default=16)
+    made.add_argument("--recompute", choices=("none", "selective"), default="none")
     made.add_argument("--output", type=Path)
     arguments = made.parse_args()
     architecture, lengths = read_architecture(SHIPPED / arguments.model), lengths_of(arguments)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parts = least(architecture)
-    found = measure(SHIPPED / arguments.model, lengths)
+    found = measure(SHIPPED / arguments.model, lengths, arguments.recompute)
     result = {
         name: report(f"{name}, forward and backward", counts, parts, sum(lengths)) for name, counts in found.items()
     }

@@ -30,6 +30,7 @@ from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fus
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, boundaries_of, packed_rows
 from rltrain.training.packing import MicroBatch
+from rltrain.training.recipes import made_again, with_recipe
 from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Packed attention without Transformer Engine, also with more tensor-parallel ranks than KV heads.
@@ -325,6 +326,8 @@ class FusedSelfAttention(GroupedSelfAttention):
     def __init__(self, *arguments: Any, rotary: OwnRotary, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.rotary = rotary
+        self.is_made_again = False
+        """Whether backward makes rotated queries and keys again, if a kernel rotates them."""
         self.norms_projections = isinstance(self.q_layernorm, ProjectionNorm)
         if self.norms_projections:
             self.q_layernorm.tp_group = self.k_layernorm.tp_group = self.tp_group
@@ -385,15 +388,19 @@ class FusedSelfAttention(GroupedSelfAttention):
         if self.config.qk_layernorm:
             norms = self.q_layernorm, self.k_layernorm
             turn = turn._replace(norms=tuple(x.weight for x in norms), eps=norms[0].eps, offset=norms[0].offset)
-        rows = [one[:, None] for one in kernels.turned_groups(heads, turn)]
+        turned = kernels.turned_groups(heads, turn)
+        if self.is_made_again:
+            with_recipe(turned[:2], lambda heads: kernels.turned_groups(heads, turn)[:2], heads)
+        rows = [one[:, None] for one in turned]
 
         def attend(*rows: Tensor) -> Tensor:
             attended: Tensor = self.core_attention(*rows, None, packed_seq_params=packed)
             return attended
 
-        if self.checkpoint_core_attention and self.training:
-            return checkpoint(attend, False, *rows)
-        return attend(*rows)
+        with made_again(*turned[:2]):
+            if self.checkpoint_core_attention and self.training:
+                return checkpoint(attend, False, *rows)
+            return attend(*rows)
 
     def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences | TreeSequences) -> Tensor:
         """Returns normalized and rotated heads, [tokens, groups, heads of a group, head_dim]."""

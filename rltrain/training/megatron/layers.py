@@ -1,5 +1,6 @@
 """The modules of a model: layer specs of Megatron or Transformer Engine, heads, delta nets and residual streams."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -31,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from rltrain.config.models import RecomputedModule
 from rltrain.models import NUM_LABELS, Architecture, DeltaNet, LayerKind
 from rltrain.models.architecture import MLA
 from rltrain.models.delta_rule import PackedStates, convolve, gated_delta_rule, gated_norm, gates, packed_states
@@ -572,6 +574,24 @@ def _with_post_norm(linear: Any) -> type[torch.nn.Module]:
 
 def _normed(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     return linear.post_layernorm(output[0]), output[1]
+
+
+def make_again(layers: Iterable[Any], modules: Collection[RecomputedModule]) -> None:
+    """Lets backward make the outputs of these modules again in Megatron's own layers. Modules that are not cheap are
+    ignored.
+
+    The norm before experts is not among them, because routers and the dispatch keep its outputs.
+    """
+    for layer in layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        is_dense = isinstance(mlp, MLP)
+        if "layernorm" in modules:
+            layer.input_layernorm.is_made_again = True
+            layer.pre_mlp_layernorm.is_made_again = is_dense
+        if "rotation" in modules and isinstance(attention, FusedSelfAttention):
+            attention.is_made_again = True
+        if "activation" in modules and is_dense and isinstance(mlp.activation_func, GatedActivation):
+            mlp.activation_func.is_made_again = True
 
 
 def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:

@@ -33,6 +33,7 @@ from rltrain.reshard.layout import Layout, Segment
 from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.megatron.tower import NAME as TOWER_NAME
+from rltrain.training.recipes import made_again
 
 TOWER = TOWER_NAME + "."
 """The beginning of the names of a vision tower's layers."""
@@ -98,7 +99,9 @@ class Adapter(torch.nn.Module):
 
         Collective over: the layer's tensor-parallel group, and in backward. Adapters of experts are not collective.
         """
-        inner = self._summed(F.linear(self._dropped(inputs), self.a) * self.scale)
+        with made_again(inputs):
+            products = F.linear(self._dropped(inputs), self.a)
+        inner = self._summed(products * self.scale)
         parts = inner.split(self.rank, dim=-1)
         if len(parts) == 1:
             return F.linear(inner, self.b)

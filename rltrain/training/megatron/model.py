@@ -45,6 +45,7 @@ from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
     block_spec,
+    make_again,
     mark_parallel_weights,
     predicting_layer_spec,
     scale_embedding,
@@ -127,6 +128,8 @@ class ModelChunk(LanguageModule):
             vp_stage=number,
         )
         norm_with_sums(cast(Any, self.decoder).layers, cast(Any, self.decoder).final_layernorm)
+        if not options.transformer_engine:
+            make_again(cast(Any, self.decoder).layers, options.model.recomputed.chosen(transformer_engine=False))
         self._add_head(architecture, collection, options)
         self._add_prediction(architecture, chunk, collection, options, number)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)

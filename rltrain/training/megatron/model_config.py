@@ -16,7 +16,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rltrain.config import schema
-from rltrain.config.models import RecomputedModule
+from rltrain.config.models import CHEAP, RecomputedModule
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture, YarnScaling
 from rltrain.models.checkpoint_model import local_mechanisms
@@ -203,9 +203,11 @@ def _obstacle_to_shared_sequences(
 
 # Settings of Megatron's config for attention, experts and recomputation.
 
-WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
+WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("mla_up_proj",)
 """Modules whose outputs Megatron discards in the middle of a layer. Its function for this needs Transformer Engine's
 FP8 state."""
+OF_LOCAL_LAYERS: tuple[RecomputedModule, ...] = ("activation", "rotation")
+"""Modules that Transformer Engine's layers do not recompute."""
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:
@@ -241,10 +243,11 @@ def attention_settings(architecture: Architecture, *, transformer_engine: bool) 
     }
 
 
-def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
+def activation_settings(architecture: Architecture, *, fused: bool) -> dict[str, Any]:
     """Returns the settings of MLP activations.
 
-    On GPUs Megatron fuses a SiLU gate itself. Other gates are modules. Without a gate it is Megatron's own activation.
+    With `fused` Megatron fuses a SiLU gate itself. Other gates are modules. Without a gate it is Megatron's own
+    activation.
     """
     if not architecture.gates_mlps:
         return {"gated_linear_unit": False, "activation_func": squared_relu, "bias_activation_fusion": False}
@@ -252,8 +255,8 @@ def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, 
     return {
         "gated_linear_unit": True,
         "activation_func": F.silu if silu else F.gelu,  # the tanh form if Megatron fuses it, and in block_spec
-        "bias_activation_fusion": cuda and silu,
-        "use_te_activation_func": not (cuda and silu),  # a fused one, chosen in block_spec
+        "bias_activation_fusion": fused and silu,
+        "use_te_activation_func": not (fused and silu),  # a fused one, chosen in block_spec
     }
 
 
@@ -299,20 +302,31 @@ def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE
     }
 
 
-def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
-    """Returns the settings of recomputation. Raises ConfigError if they need Transformer Engine and it is not
-    installed."""
-    lacking = [module for module in WITH_TRANSFORMER_ENGINE if recompute.repeats(module) and not HAVE_TE]
+def recompute_settings(recompute: schema.Recompute, *, transformer_engine: bool) -> dict[str, Any]:
+    """Returns Megatron's settings of recomputation.
+
+    Those of local layers in CHEAP are not Megatron's. Raises ConfigError if a module needs Transformer Engine and it is
+    not installed, or if its layers do not recompute it.
+    """
+    chosen = recompute.chosen(transformer_engine=transformer_engine)
+    lacking = [module for module in WITH_TRANSFORMER_ENGINE if module in chosen and not HAVE_TE]
     if lacking:
         raise ConfigError(
             f"model.recompute.modules: got {', '.join(lacking)}, but Megatron needs Transformer Engine for it and "
-            "transformer_engine.pytorch cannot be imported; expected core_attn, mlp, moe, shared_experts, or "
-            "model.recompute: full"
+            f"transformer_engine.pytorch cannot be imported; expected {', '.join(CHEAP)}, core_attn, mlp, moe, "
+            "shared_experts, or model.recompute: full"
+        )
+    refused = [module for module in OF_LOCAL_LAYERS if module in chosen and transformer_engine]
+    if refused:
+        raise ConfigError(
+            f"model.recompute.modules: got {', '.join(refused)}, but Transformer Engine's layers do not recompute them; "
+            "expected layernorm, core_attn, mlp, moe, shared_experts, or model.transformer_impl: local"
         )
     if recompute.granularity == "none":
         return {}
     if recompute.granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": [*recompute.modules]}
+        modules = [module for module in chosen if transformer_engine or module not in CHEAP]
+        return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
@@ -356,8 +370,9 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         batch_p2p_sync=False,
         # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
-        **activation_settings(architecture, cuda=cuda),
-        **recompute_settings(model.recomputed),
+        # A weight for each token, as experts have, is part of Megatron's kernel alone.
+        **activation_settings(architecture, fused=cuda and (options.transformer_engine or architecture.moe is not None)),
+        **recompute_settings(model.recomputed, transformer_engine=options.transformer_engine),
         **attention_settings(architecture, transformer_engine=options.transformer_engine),
         **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),
     )

@@ -16,6 +16,7 @@ from rltrain.models import Architecture
 from rltrain.models.attention import fused_kernels_for
 from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.training.megatron.platform import RmsNorm, takes_fused
+from rltrain.training.recipes import with_recipe
 
 Addition = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 """Adds (outputs, a bias) of a module to the residual stream, with a dropout."""
@@ -36,6 +37,8 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.is_made_again = False
+        """Whether backward makes outputs again for the products after the norm."""
         self.prepared: tuple[Tensor, Tensor] | None = None
         """A sum whose norm was computed with it, and this norm, until the next call."""
 
@@ -46,11 +49,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
+        prepared, self.prepared = self.prepared, None
+        normed = prepared[1] if prepared is not None and prepared[0] is x else self.normed(x)
+        return with_recipe(normed, self.normed, x) if self.is_made_again else normed
+
+    def normed(self, x: Tensor) -> Tensor:
         """Returns the norm in the weights' type, rounded once, even for wider `x`."""
         assert self.eps is not None
-        prepared, self.prepared = self.prepared, None
-        if prepared is not None and prepared[0] is x:
-            return prepared[1]
         kernels = fused_kernels_for(x)
         if kernels is not None:
             by_kernel: Tensor = kernels.rms_norm(x, self.weight, self.eps, self.offset)
@@ -112,11 +117,15 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
+        self.is_made_again = False
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        return with_recipe(self.normed(x), self.normed, x) if self.is_made_again else self.normed(x)
+
+    def normed(self, x: Tensor) -> Tensor:
         """Returns the norm in the weights' type, rounded once, even for wider `x`."""
         wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         gain, bias = self.weight.to(wide) + self.offset, self.bias.to(wide)

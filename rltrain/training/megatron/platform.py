@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from rltrain.models.attention import fused_kernels_for
 from rltrain.models.products import add_product, adds_products
+from rltrain.training.recipes import made_again, with_recipe
 
 # Autograd functions with few passes over memory, for CPUs.
 #
@@ -112,8 +113,14 @@ class GatedActivation(torch.nn.Module):
         activate = config.activation_func
         self.is_gelu = activate is F.gelu
         self.activate = partial(F.gelu, approximate="tanh") if self.is_gelu else activate
+        self.is_made_again = False
+        """Whether backward makes outputs again for the product after the activation."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
+        made = self.activated(gate_up)
+        return with_recipe(made, self.activated, gate_up) if self.is_made_again else made
+
+    def activated(self, gate_up: Tensor) -> Tensor:
         kernels, is_silu = fused_kernels_for(gate_up), self.activate is F.silu
         if kernels is not None and (is_silu or self.is_gelu):
             by_kernel: Tensor = kernels.gated(gate_up, self.is_gelu)
@@ -261,8 +268,14 @@ class Product(torch.autograd.Function):
 class _Product:
     """A mixin of parallel linear layers with oneDNN's product. Everything else is Megatron's.
 
-    With sequence parallelism the product is Megatron's too, since it overlaps with communication.
+    With sequence parallelism the product is Megatron's too, since it overlaps with communication. Inputs that backward
+    can make again are not kept.
     """
+
+    def forward(self, input_: Tensor, *arguments: Any, **settings: Any) -> Any:
+        base: Any = super()
+        with made_again(input_):
+            return base.forward(input_, *arguments, **settings)
 
     def _forward_impl(
         self,
