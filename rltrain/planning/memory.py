@@ -60,7 +60,6 @@ SGLANG_MEMORY_FRACTION = 0.85
 choice depends on the device and is close to this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Most logits at a time on a GPU, and most logits that are kept for backward."""
-LOGPROB_COPIES = 2
 FIELD_BYTES = 80
 """Bytes of a token's fields on the device, of its row, and of its log-prob with a gradient."""
 
@@ -317,9 +316,9 @@ def _vision_of_engine(job: PlannedJob) -> VisionSettings | None:
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
-    """Returns the bytes of a tile of logits, of its gradient and of fp32 copies of it.
+    """Returns the bytes of a tile of logits, and in training of the tile that is kept for backward.
 
-    In training it includes the fp32 gradient of the hidden states, and that of the vocabulary's weights.
+    Kernels read a tile and put the gradient in its place. In training it includes the fp32 gradient of the hidden states, and that of the vocabulary's weights.
     """
     architecture, grid = job.architectures[role], job.grids[role]
     if architecture.head == "value":
@@ -329,7 +328,7 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
     # Sharded weights have a place for their whole gradient.
     of_weights = 0 if grid.is_sharded or learns_adapters(job, role) else columns * job.item_bytes
     summed = architecture.hidden_size * (of_weights + tokens * FP32) if trains else 0
-    return tile * (job.logit_bytes * (1 + trains) + FP32 * LOGPROB_COPIES) + summed
+    return tile * job.logit_bytes * (1 + trains) + summed
 
 
 def recomputed_logits(job: PlannedJob, role: str) -> float:

@@ -27,7 +27,7 @@ from rltrain.training.packing import (
     positions_of,
     spread_over_heads,
 )
-from rltrain.training.recipes import made_again, with_recipe
+from rltrain.training.recipes import MadeAgain, with_recipe
 from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Context parallelism by heads: every rank attends over all tokens in some heads.
@@ -223,7 +223,7 @@ def _heads(net: Any, packed: PackedStates, mixed: Tensor, gate: Tensor, weights:
 # Families in transformers have copies of Llama's modules. A copy with the same code is computed by fused kernels.
 
 
-def compute_fused(module: torch.nn.Module, made_again_modules: Collection[RecomputedModule] = ()) -> None:
+def compute_fused(module: torch.nn.Module, made_again: Collection[RecomputedModule] = ()) -> None:
     """Makes norms, rotations and gated MLPs in `module` use fused kernels on devices that have them.
 
     With `layernorm` or `activation` backward makes the outputs of norms or of gated activations again, for the products
@@ -232,10 +232,10 @@ def compute_fused(module: torch.nn.Module, made_again_modules: Collection[Recomp
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-    has_norms, has_gates = (name in made_again_modules for name in ("layernorm", "activation"))
+    has_norms, has_gates = (name in made_again for name in ("layernorm", "activation"))
     for part in cast(Iterable[Any], module.modules()):
         kind = type(part)
-        if kind is torch.nn.Linear and made_again_modules:
+        if kind is torch.nn.Linear and made_again:
             part.forward = _product_of(part.forward)
         elif _same_code(kind.forward, LlamaRMSNorm.forward):
             part.forward = _norm_of(part, part.forward, part.variance_epsilon, 0.0, has_norms)
@@ -269,7 +269,7 @@ def _computes(activation: Any, function: Callable[[Tensor], Tensor]) -> bool:
 
 def _product_of(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        with made_again(x):
+        with MadeAgain(x):
             return plain(x)
 
     return forward
@@ -291,9 +291,7 @@ def _norm_of(
     return forward if is_made_again else normed_of
 
 
-def _gated_mlp_of(
-    mlp: Any, plain: Callable[..., Tensor], is_gelu: bool, is_made_again: bool
-) -> Callable[..., Tensor]:
+def _gated_mlp_of(mlp: Any, plain: Callable[..., Tensor], is_gelu: bool, is_made_again: bool) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         kernels = fused_kernels_for(x)
         if kernels is None:

@@ -1,26 +1,31 @@
 """Tensors that backward makes again, because they cost little time and much memory."""
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 ATTRIBUTE = "rltrain_recipe"
-"""Attribute of a tensor with its recipe."""
+"""Attribute of a tensor with its recipe, and its number among the recipe's results."""
+
+Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 class Recipe:
     """How tensors are made of others. It keeps the others for backward, which may have recipes themselves."""
 
-    def __init__(self, make: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> None:
+    __slots__ = ("_inputs", "_made", "_make", "_uses")
+
+    def __init__(
+        self, count: int, make: Callable[..., Tensor | tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
+    ) -> None:
         self._make, self._inputs = make, [_packed(one.detach()) for one in inputs]
-        self._uses = Counter[int]()
+        self._uses = [0] * count
         """How often backward will still ask for each result."""
-        self._made = dict[int, Tensor]()
+        self._made: list[Tensor | None] = [None] * count
         """Results that backward will ask for again."""
 
     def keep(self, number: int) -> None:
@@ -29,18 +34,23 @@ class Recipe:
 
     def take(self, number: int) -> Tensor:
         """Returns result `number`. All results are made at once, and dropped with their last announced use."""
-        if number not in self._made:
+        found = self._made[number]
+        if found is None:
             with torch.no_grad():
                 made = self._make(*map(_unpacked, self._inputs))
-            self._made = dict(enumerate(made if isinstance(made, tuple) else (made,)))
-        found = self._made[number]
+            all_made = made if isinstance(made, tuple) else (made,)
+            found = all_made[number]
+            self._made = [one if uses else None for one, uses in zip(all_made, self._uses, strict=True)]
         self._uses[number] -= 1
-        self._made = {other: one for other, one in self._made.items() if self._uses[other] > 0}
+        if self._uses[number] <= 0:
+            self._made[number] = None
         return found
 
 
 class _Again:
-    """What is kept of a tensor, a view of a recipe's result."""
+    """What autograd keeps of a view of a recipe's result."""
+
+    __slots__ = ("_number", "_recipe", "_view")
 
     def __init__(self, recipe: Recipe, number: int, view: Tensor) -> None:
         self._recipe, self._number = recipe, number
@@ -55,38 +65,42 @@ class _Known(threading.local):
     """The recipes of the tensors of all contexts around, by storage."""
 
     def __init__(self) -> None:
-        self.of_storage = dict[int, tuple[Recipe, int]]()
+        self.of_storage: dict[int, tuple[Recipe, int]] = {}
 
 
 _known = _Known()
 
 
-Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
-
-
 def with_recipe(made: Made, make: Callable[..., Made], *inputs: Tensor) -> Made:
-    """Returns `made`, one or several contiguous tensors. They are noted as results of make(*inputs)."""
+    """Returns `made`, one or several contiguous tensors. They are noted as the results of make(*inputs)."""
     if torch.is_grad_enabled():
-        recipe = Recipe(make, *inputs)
-        for number, one in enumerate(made if isinstance(made, tuple) else (made,)):
+        results = made if isinstance(made, tuple) else (made,)
+        recipe = Recipe(len(results), make, inputs)
+        for number, one in enumerate(results):
             setattr(one, ATTRIBUTE, (recipe, number))
     return made
 
 
-@contextmanager
-def made_again(*tensors: Tensor) -> Iterator[None]:
-    """Within the context autograd keeps the recipes of those `tensors` that have one, in place of their elements."""
-    found = {one.untyped_storage()._cdata: getattr(one, ATTRIBUTE) for one in tensors if hasattr(one, ATTRIBUTE)}
-    if not found:
-        yield
-        return
-    before = _known.of_storage
-    _known.of_storage = before | found
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
-            yield
-    finally:
-        _known.of_storage = before
+class MadeAgain:
+    """A context in which autograd keeps recipes in place of those of `tensors` that have one."""
+
+    __slots__ = ("_before", "_found", "_hooks")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        noted = [(one, recipe) for one in tensors if (recipe := getattr(one, ATTRIBUTE, None)) is not None]
+        self._found = {one.untyped_storage()._cdata: recipe for one, recipe in noted}
+
+    def __enter__(self) -> None:
+        if self._found:
+            self._before = _known.of_storage
+            _known.of_storage = self._before | self._found if self._before else self._found
+            self._hooks = saved_tensors_hooks(_packed, _unpacked)
+            self._hooks.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._found:
+            self._hooks.__exit__(*error)
+            _known.of_storage = self._before
 
 
 def _packed(tensor: Tensor) -> Tensor | _Again:

@@ -19,7 +19,7 @@ from rltrain.training.packed_attention import (
 )
 from rltrain.training.packing import WHOLE, ContextShare
 from rltrain.training.prefix_tree import PrefixTree, ranges
-from rltrain.training.recipes import made_again, with_recipe
+from rltrain.training.recipes import MadeAgain, with_recipe
 
 # Slices of sequences, whose queries are the last of their keys.
 
@@ -157,7 +157,7 @@ def _attend_selected(
         return x.index_select(0, slices.key_rows)
 
     of_keys, of_values = (with_recipe(selected(x), selected, x) for x in (keys, values))
-    with made_again(of_keys, of_values):
+    with MadeAgain(of_keys, of_values):
         return attend_packed(
             query,
             of_keys,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,8 @@ from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
+from rltrain.models import attention as model_attention
+from rltrain.models import fused
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training import vocabulary
@@ -28,8 +31,16 @@ from rltrain.training.megatron import attention, norms, platform
 from rltrain.training.megatron.backend import EvaluableModel, TrainableModel, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.packing import MicroBatch
+from tests.support import triton_interpreter
 from tests.support.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
-from tests.support.trained_models import groups_on, in_training, load_experience, megatron_model, of_replica
+from tests.support.trained_models import (
+    groups_on,
+    in_training,
+    load_experience,
+    megatron_model,
+    of_replica,
+    summed_gradients,
+)
 
 GRIDS = {
     "tp1": Grid((0,)),
@@ -49,6 +60,7 @@ GRIDS = {
 QUICK_LAYOUTS = {"qwen3": ("tp1", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
 SLOW_LAYOUTS = {"qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp4_sp", "pp2_dp2"), "qwen2_tied": ("tp1", "tp2_pp2")}
 """Layouts by checkpoint. The tied one has four layers, the other two. The first layout of each is the baseline."""
+MADE_AGAIN = ("tp2_sp", "tp2_pp2")
 SMALL_TILES = (("qwen3", "tp2_sp"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 RECOMPUTED: dict[str, Any] = {
@@ -71,7 +83,8 @@ def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
     groups = groups_on(GRIDS.values())
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
-    chosen = (_layouts, _variants, _families) if slow else (_layouts, _failures, _far_updates, _loss_scales)
+    quick = (_layouts, _failures, _far_updates, _loss_scales, _made_again)
+    chosen = (_layouts, _variants, _families) if slow else quick
     for case in chosen:
         results |= dict(case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS))
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
@@ -119,6 +132,26 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results
                 found = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES)
             yield f"small_tiles/{checkpoint}/{layout}", found
     yield "float16/tp2_pp2", _train(paths["qwen3"], "tp2_pp2", groups, ONE_MICRO_BATCH, dtype="float16")
+
+
+def _made_again(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
+    """Yields the largest differences of gradients if backward makes cheap outputs again, relative to the largest
+    element, with kernels in Triton's interpreter and without."""
+    for kernels, layout in product((None, fused), MADE_AGAIN):
+        if dist.get_rank() not in GRIDS[layout].ranks:
+            continue
+        triton_interpreter.mend()
+        with patch.object(model_attention, "fused_kernels", lambda device, kernels=kernels: kernels):
+            kept, again = (_gradients(paths["qwen3"], layout, groups, recompute) for recompute in ("none", "selective"))
+        assert kept.keys() == again.keys() and kept
+        name = f"made_again/{layout}/{'kernels' if kernels else 'torch'}"
+        yield name, [_difference(again[key], of) / float(of.abs().max().clamp(min=1e-3)) for key, of in kept.items()]
+
+
+def _gradients(path: Path, layout: str, groups: ProcessGroups, recompute: str) -> dict[str, Tensor]:
+    trained = make_trainable(load_model(path, layout, groups, recompute=recompute))
+    few = share_of(load_experience(path).select(torch.arange(2)), layout)
+    return {name: one.clone() for name, one in summed_gradients(trained, few, negative_log_likelihood).items()}
 
 
 @contextmanager
@@ -185,8 +218,8 @@ def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
 def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Yields two failures: a loss that is not finite on one rank ends the update on all, and settings without
     Transformer Engine are refused."""
-    norms = {"granularity": "selective", "modules": ["layernorm", "mlp"]}
-    yield "norms", error_of_loading(paths["qwen3"], groups, norms)
+    latents = {"granularity": "selective", "modules": ["mla_up_proj", "mlp"]}
+    yield "latents", error_of_loading(paths["qwen3"], groups, latents)
     for layout in ("tp2_dp2", "pp2_dp2"):
         trainable = make_trainable(load_model(paths["qwen3"], layout, groups))
         before = [parameter.detach().clone() for parameter in trainable.model.parameters()]

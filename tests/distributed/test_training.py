@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.cases_training import (
+    MADE_AGAIN,
     MAX_RATIO,
     ONE_MICRO_BATCH,
     QUICK_LAYOUTS,
@@ -81,6 +82,13 @@ def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_
 @pytest.mark.parametrize("variant", ["plain_optimizer", *(f"recompute_{name}" for name in RECOMPUTED)])
 def test_ways_of_computing_do_not_change_the_result(ranks: Ranks, variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)
+
+
+@pytest.mark.parametrize("layout", MADE_AGAIN)
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_outputs_that_backward_makes_again_change_no_gradient(ranks: Ranks, layout: str, by: str) -> None:
+    for differences in reports(ranks, f"made_again/{layout}/{by}"):
+        assert max(differences) < 1e-6
 
 
 @pytest.mark.slow
@@ -196,9 +204,9 @@ def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: Ranks
         assert rank[f"weights_kept/{layout}"]
 
 
-def test_recomputing_norms_needs_transformer_engine(ranks: Ranks) -> None:
+def test_recomputing_latents_needs_transformer_engine(ranks: Ranks) -> None:
     for rank in ranks:
-        assert rank["norms"].startswith("model.recompute.modules: got layernorm, but Megatron needs Transformer Engine")
+        assert rank["latents"].startswith("model.recompute.modules: got mla_up_proj, but Megatron needs Transformer")
 
 
 def test_megatron_global_state_is_never_initialized(ranks: Ranks) -> None:

@@ -66,10 +66,10 @@ def seeing_in_training(
 
 
 def reading_in_training(
-    folder: Path, grid: Grid, groups: ProcessGroups, *, max_tokens: int = 1
+    folder: Path, grid: Grid, groups: ProcessGroups, *, max_tokens: int = 1, **settings_of_model: Any
 ) -> ShardedTrainableModel:
     """Returns the language model of a checkpoint without its vision tower."""
-    settings, fsdp = schema.Model(path=str(folder), dtype="float32"), schema.Fsdp()
+    settings, fsdp = schema.Model(path=str(folder), dtype="float32", **settings_of_model), schema.Fsdp()
     architecture = read_architecture(folder)
     model = ShardedModel(architecture, grid, groups, folder=folder, model=settings, fsdp=fsdp, device=CPU, trains=True)
     load_parameters(folder, model.layout, dist.get_rank(), dict(model.weights))

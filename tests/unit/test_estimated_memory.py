@@ -369,10 +369,12 @@ def test_scores_that_no_kernel_has_count_by_the_block():
         for own in ({}, {"attention_sinks": True}, {"attention_softcap": 50.0})
     ]
     plain, *others = (Activations(job, "actor", 0) for job in jobs)
+    heads, kv_heads, layers = 32, 8, 36
+    padded = 2 * 128 * (heads + 2 * kv_heads + 2 * heads)  # queries, keys, values and outputs, which a product copies
     for found in others:
-        assert found.training(8192) - plain.training(8192) == 6 * 4 * 2**25
-        assert found.evaluating(8192) - plain.evaluating(8192) == 6 * 4 * 2**25
-        assert found.training(100) - plain.training(100) == 6 * 4 * 32 * 100**2
+        assert found.training(8192) - plain.training(8192) == 6 * 4 * 2**25 + 8192 * layers * padded
+        assert found.evaluating(8192) - plain.evaluating(8192) == 6 * 4 * 2**25 + 8192 * padded
+        assert found.training(100) - plain.training(100) == 6 * 4 * heads * 100**2 + 100 * layers * padded
 
 
 def eight_b(**optimizer: Any) -> PlannedJob:
@@ -508,7 +510,10 @@ FSDP: dict[str, Any] = {"backend": "fsdp"}
         ({"actor": {**FSDP, "gradient_bucket_mb": 2}}, ["actor.gradient_bucket_mb", "expected null"]),
         ({"actor": FSDP, "model": {"path": "m", "dtype": "float16"}}, ["model.dtype: got float16", "bfloat16"]),
         ({"actor": FSDP, "model": {"path": "m", "head_dtype": "float32"}}, ["model.head_dtype", "expected null"]),
-        ({"actor": FSDP, "model": {"path": "m", "recompute": "selective"}}, ["model.recompute", "none or full"]),
+        (
+            {"actor": FSDP, "model": {"path": "m", "recompute": {"granularity": "selective", "modules": ["mlp"]}}},
+            ["model.recompute.modules: got mlp", "expected activation and layernorm"],
+        ),
         ({"actor": FSDP, "model": {"path": "m", "moe": {"z_loss_coef": 0.1}}}, ["model.moe.z_loss_coef: got 0.1"]),
         ({"actor": {**FSDP, "optimizer": {"cpu_offload": 0.5}}}, ["actor.optimizer.cpu_offload: got 0.5", "or false"]),
         (

@@ -3,6 +3,7 @@
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.cli.parity import world_of_one
 from rltrain.data.experience import Experience
-from rltrain.models import attention, fused
+from rltrain.models import attention, fused, read_architecture
+from rltrain.planning.activation_memory import Activations
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import model_config, platform
@@ -23,12 +25,17 @@ from tests.support.marks import slow_but
 from tests.support.packed_experience import plain_experience
 from tests.support.sharded_models import reading_in_training
 from tests.support.trained_models import CPU, groups_on, in_training, megatron_model, summed_gradients
+from tests.unit.test_estimated_memory import job_of
 from tools.benchmarks import launches
 
 GRID, GRID_OF_FSDP = Grid((0,)), Grid((0,), copies=1)
 LENGTHS, MAX_TOKENS = (5, 9), 256
+MODEL, NUM_TOKENS = launches.SHIPPED / "Qwen3-0.6B", 1024
+PLACEMENT = {"actor": 0, "rollout, reward": 1}
 TOLERANCE = 1e-4
 """Largest difference of log-probs, and of gradients relative to their largest element."""
+OF_EQUAL_KERNELS = 1e-6
+"""The same, where only what is kept differs."""
 MOST_LAUNCHES = {"megatron": 36, "fsdp": 50}
 """Launches of a layer, forward and backward. 28 layers of Megatron then have about 1,000."""
 
@@ -87,8 +94,8 @@ def of_megatron(path: Path, groups: ProcessGroups, **settings: Any) -> dict[str,
     return {"logprobs": logprobs} | summed_gradients(trained, samples, likelihood_loss())
 
 
-def of_fsdp(path: Path, groups: ProcessGroups) -> dict[str, Tensor]:
-    trained = reading_in_training(path, GRID_OF_FSDP, groups, max_tokens=MAX_TOKENS)
+def of_fsdp(path: Path, groups: ProcessGroups, **settings: Any) -> dict[str, Tensor]:
+    trained = reading_in_training(path, GRID_OF_FSDP, groups, max_tokens=MAX_TOKENS, **settings)
     samples = samples_of(path)
     logprobs = trained.evaluate(samples, max_tokens=MAX_TOKENS)
     trained.accumulate(samples, likelihood_loss())
@@ -96,11 +103,11 @@ def of_fsdp(path: Path, groups: ProcessGroups) -> dict[str, Tensor]:
     return {"logprobs": logprobs} | gradients
 
 
-def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         scale = max(1e-3, float(values.abs().max())) if name != "logprobs" else 1.0
-        assert float((found[name] - values).abs().max()) / scale < TOLERANCE, name
+        assert float((found[name] - values).abs().max()) / scale < tolerance, name
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
@@ -120,13 +127,18 @@ def test_megatron_layers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed_layers(
-    recompute: str, tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]
-) -> None:
+def test_recomputed_layers(tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]) -> None:
     path = make_family_checkpoint("qwen3", tmp_path)
-    assert_alike(of_megatron(path, groups, recompute=recompute), of_megatron(path, groups))
+    assert_alike(of_megatron(path, groups, recompute="full"), of_megatron(path, groups))
     assert launched() == sorted(FAMILIES["qwen3"])
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+def test_outputs_that_backward_makes_again(
+    family: str, tmp_path: Path, groups: ProcessGroups, launched: Callable[[], list[str]]
+) -> None:
+    path = make_family_checkpoint(family, tmp_path)
+    assert_alike(of_megatron(path, groups, recompute="selective"), of_megatron(path, groups), OF_EQUAL_KERNELS)
 
 
 @pytest.mark.slow
@@ -194,16 +206,55 @@ def test_transformers_layers(
     assert launched() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OF_FSDP)
+def test_outputs_of_transformers_that_backward_makes_again(
+    family: str,
+    tmp_path: Path,
+    groups: ProcessGroups,
+    launched: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = make_family_checkpoint(family, tmp_path)
+    monkeypatch.setattr("rltrain.training.fsdp_model.fused_kernels", lambda device: fused)
+    found, expected = (of_fsdp(path, groups, recompute=recompute) for recompute in ("selective", "none"))
+    assert_alike(found, expected, OF_EQUAL_KERNELS)
+
+
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_launches_of_a_layer(backend: str, counted: dict[str, launches.Counts]) -> None:
-    assert sum(counted[backend].launches.values()) <= MOST_LAUNCHES[backend]
+def test_launches_of_a_layer(backend: str, counted: dict[str, dict[str, launches.Counts]]) -> None:
+    plain, again = (sum(counted[recompute][backend].launches.values()) for recompute in ("none", "selective"))
+    assert plain <= MOST_LAUNCHES[backend] and again - plain == {"megatron": 4, "fsdp": 3}[backend]
+
+
+@pytest.mark.parametrize(
+    ("backend", "recompute", "kept"),
+    [
+        ("megatron", "none", 45_120),
+        ("megatron", "selective", 28_736),
+        ("fsdp", "none", 45_120),
+        ("fsdp", "selective", 34_880),
+    ],
+)
+def test_a_layer_keeps_what_is_estimated(
+    backend: str, recompute: str, kept: int, counted: dict[str, dict[str, launches.Counts]]
+) -> None:
+    assert counted[recompute][backend].kept / NUM_TOKENS == pytest.approx(kept, rel=0.001)
+    model, whole = {"path": "m", "recompute": recompute, "transformer_impl": "local"}, read_architecture(MODEL)
+    jobs = (
+        job_of(replace(whole, num_layers=count), PLACEMENT, 2, model=model, actor={"backend": backend})
+        for count in (3, 2)
+    )
+    more, less = (Activations(job, "actor", 0).training(NUM_TOKENS) for job in jobs)
+    assert (more - less) / NUM_TOKENS == pytest.approx(kept, rel=0.05)
 
 
 def test_launches_of_a_layer_in_a_decode_step() -> None:
-    counts = launches.measure_decoding(launches.SHIPPED / "Qwen3-0.6B", 8, 256)
+    counts = launches.measure_decoding(MODEL, 8, 256)
     assert sum(counts.launches.values()) == 9
 
 
 @pytest.fixture(scope="module")
-def counted(groups: ProcessGroups) -> dict[str, launches.Counts]:
-    return launches.measure(launches.SHIPPED / "Qwen3-0.6B", [512, 512])
+def counted(groups: ProcessGroups) -> dict[str, dict[str, launches.Counts]]:
+    lengths = [NUM_TOKENS // 2] * 2
+    return {recompute: launches.measure(MODEL, lengths, recompute) for recompute in ("none", "selective")}

@@ -30,7 +30,7 @@ from rltrain.training.megatron.platform import Gradients, TurnedHeads, takes_fus
 from rltrain.training.megatron.versions import ModulesOfSpec
 from rltrain.training.packed_attention import PackedRows, boundaries_of, packed_rows
 from rltrain.training.packing import MicroBatch
-from rltrain.training.recipes import made_again, with_recipe
+from rltrain.training.recipes import MadeAgain, with_recipe
 from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
 
 # Packed attention without Transformer Engine, also with more tensor-parallel ranks than KV heads.
@@ -397,7 +397,7 @@ class FusedSelfAttention(GroupedSelfAttention):
             attended: Tensor = self.core_attention(*rows, None, packed_seq_params=packed)
             return attended
 
-        with made_again(*turned[:2]):
+        with MadeAgain(*turned[:2]):
             if self.checkpoint_core_attention and self.training:
                 return checkpoint(attend, False, *rows)
             return attend(*rows)

@@ -33,7 +33,7 @@ from rltrain.reshard.layout import Layout, Segment
 from rltrain.reshard.megatron_layout import AdapterPair, adapter_pairs
 from rltrain.training.adapters import AdapterMode
 from rltrain.training.megatron.tower import NAME as TOWER_NAME
-from rltrain.training.recipes import made_again
+from rltrain.training.recipes import MadeAgain
 
 TOWER = TOWER_NAME + "."
 """The beginning of the names of a vision tower's layers."""
@@ -99,7 +99,7 @@ class Adapter(torch.nn.Module):
 
         Collective over: the layer's tensor-parallel group, and in backward. Adapters of experts are not collective.
         """
-        with made_again(inputs):
+        with MadeAgain(inputs):
             products = F.linear(self._dropped(inputs), self.a)
         inner = self._summed(products * self.scale)
         parts = inner.split(self.rank, dim=-1)

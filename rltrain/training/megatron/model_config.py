@@ -371,7 +371,9 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
         # A weight for each token, as experts have, is part of Megatron's kernel alone.
-        **activation_settings(architecture, fused=cuda and (options.transformer_engine or architecture.moe is not None)),
+        **activation_settings(
+            architecture, fused=cuda and (options.transformer_engine or architecture.moe is not None)
+        ),
         **recompute_settings(model.recomputed, transformer_engine=options.transformer_engine),
         **attention_settings(architecture, transformer_engine=options.transformer_engine),
         **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from rltrain.models.attention import fused_kernels_for
 from rltrain.models.products import add_product, adds_products
-from rltrain.training.recipes import made_again, with_recipe
+from rltrain.training.recipes import MadeAgain, with_recipe
 
 # Autograd functions with few passes over memory, for CPUs.
 #
@@ -274,7 +274,7 @@ class _Product:
 
     def forward(self, input_: Tensor, *arguments: Any, **settings: Any) -> Any:
         base: Any = super()
-        with made_again(input_):
+        with MadeAgain(input_):
             return base.forward(input_, *arguments, **settings)
 
     def _forward_impl(
