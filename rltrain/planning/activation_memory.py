@@ -190,8 +190,8 @@ class Activations:
         return sum(size for is_repeated, size in parts if is_repeated)
 
     def made_again(self, sparse: bool) -> tuple[int, int]:
-        """Returns the number of kernels that make cheap outputs again in a layer's backward, and the bytes per token that
-        they read and write."""
+        """Returns the number of kernels that make cheap outputs again in a layer's backward, and the bytes that they
+        read and write per token."""
         hidden = self._hidden(self.job.item_bytes)
         norms = self._repeated_norms(sparse) if self._repeats("layernorm") else 0
         rotated = self._rotated() if self._repeats("rotation") else 0

@@ -318,7 +318,8 @@ def _vision_of_engine(job: PlannedJob) -> VisionSettings | None:
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
     """Returns the bytes of a tile of logits, and in training of the tile that is kept for backward.
 
-    Kernels read a tile and put the gradient in its place. In training it includes the fp32 gradient of the hidden states, and that of the vocabulary's weights.
+    Kernels read a tile and put the gradient in its place. In training the bytes include the fp32 gradient of the hidden
+    states, and that of the vocabulary's weights.
     """
     architecture, grid = job.architectures[role], job.grids[role]
     if architecture.head == "value":

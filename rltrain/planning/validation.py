@@ -649,8 +649,8 @@ def _recompute_problems(config: Config) -> Iterator[str]:
         )
     if "modules" in given.model_fields_set and granularity != "selective":
         yield (
-            f"model.recompute.modules: got {', '.join(given.modules or ()) or 'none'} with granularity {granularity}; remove "
-            "the key, or set granularity: selective"
+            f"model.recompute.modules: got {', '.join(given.modules or ()) or 'none'} with granularity {granularity}; "
+            "remove the key, or set granularity: selective"
         )
     elif granularity == "selective" and given.modules == ():
         yield "model.recompute.modules: got none; expected some, such as [core_attn, mlp], or model.recompute: none"

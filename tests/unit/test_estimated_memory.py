@@ -165,6 +165,20 @@ def test_recomputation_keeps_less():
     assert full < some < selective - none / 3
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_cheap_outputs_are_made_again_in_little_time(backend):
+    def job(recompute):
+        model = {"path": "m", "transformer_impl": "local", "recompute": recompute}
+        return apart(model=model, actor={"backend": backend, "micro_batch_tokens": 8192})
+
+    none, selective, full = map(job, ("none", "selective", "full"))
+    kept = [Activations(one, "actor", 0).training(8192) for one in (none, selective, full)]
+    assert kept[2] < kept[1] < (0.66 if backend == "megatron" else 0.74) * kept[0]
+    workload = Workload(512, 512, 1024)
+    seconds = [TrainingTime(one, "actor", H100, workload).accumulating(1) for one in (none, selective, full)]
+    assert seconds[0] < seconds[1] < 1.05 * seconds[0] < seconds[2]
+
+
 def test_layers_that_are_recomputed_are_counted_by_chunk():
     """The stage has 18 layers in three chunks. The first layers of each chunk are recomputed."""
 

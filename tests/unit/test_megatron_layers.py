@@ -19,13 +19,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
+from rltrain.config import schema
 from rltrain.config.schema import FakeQuantization
+from rltrain.errors import ConfigError
 from rltrain.models import products
 from rltrain.models.delta_rule import convolve, convolve_step, delta_rule_step, gated_delta_rule, gates, packed_states
 from rltrain.models.products import int4_rounded, wide_product
+from rltrain.runtime.grid import Grid
 from rltrain.training.fake_quantization import rounded, rounded_weights
 from rltrain.training.fsdp_model import round_experts
-from rltrain.training.megatron import platform
+from rltrain.training.megatron import model_config, platform
 from rltrain.training.megatron.attention import (
     PackedAttention,
     PositionRotaryEmbedding,
@@ -34,6 +37,7 @@ from rltrain.training.megatron.attention import (
     rotation,
 )
 from rltrain.training.megatron.layers import RMSNorm, RoundedInput, residual_addition, widen_residual_stream
+from rltrain.training.megatron.model_config import ModelOptions
 from rltrain.training.megatron.platform import (
     LEAST_ROWS,
     Product,
@@ -45,6 +49,7 @@ from rltrain.training.megatron.platform import (
     takes_fused,
     takes_onednn,
 )
+from tests.support.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")
 EPS = 1e-5
@@ -242,6 +247,38 @@ def test_norms_of_a_wide_stream_round_once_to_the_weights_type(dtype: torch.dtyp
     error = ((norm(wide).double() - exact).abs() / exact.abs()).detach()
     assert float(error.max()) <= torch.finfo(dtype).eps / 2 * 1.01
     assert torch.equal(norm(wide.to(dtype)), torch.nn.functional.rms_norm(wide.to(dtype), (16,), norm.weight, 1e-6))
+
+
+@pytest.mark.parametrize(("family", "by_megatron"), [("qwen3", False), ("qwen3_moe", True)])
+def test_megatron_fuses_the_activations_of_experts_alone_on_gpus(
+    family: str, by_megatron: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_config, "accumulates_in_products", lambda device: False)
+    options = ModelOptions(schema.Model(path="m"), schema.Parallel(), torch.device("cuda"), transformer_engine=False)
+    config = model_config.transformer_config(tiny_architecture(family), Grid((0,)), 0, options)
+    assert config.bias_activation_fusion is by_megatron and config.use_te_activation_func is not by_megatron
+
+
+@pytest.mark.parametrize(
+    ("given", "te", "expected"),
+    [
+        ("selective", False, None),
+        ("selective", True, ["core_attn"]),
+        (["layernorm", "mlp"], False, ["mlp"]),
+        (["layernorm", "mlp"], True, ["layernorm", "mlp"]),
+    ],
+)
+def test_megatron_recomputes_what_recipes_do_not(given: Any, te: bool, expected: list[str] | None) -> None:
+    recompute = given if isinstance(given, str) else {"granularity": "selective", "modules": given}
+    settings = schema.Model(path="m", recompute=recompute).recomputed
+    found = model_config.recompute_settings(settings, transformer_engine=te)
+    assert found.get("recompute_modules") == expected and ("recompute_granularity" in found) is bool(expected)
+
+
+def test_layers_of_transformer_engine_refuse_what_they_do_not_recompute() -> None:
+    settings = schema.Recompute(granularity="selective", modules=("layernorm", "rotation"))
+    with pytest.raises(ConfigError, match=r"got rotation, which Transformer Engine's layers do not.*impl: local"):
+        model_config.recompute_settings(settings, transformer_engine=True)
 
 
 def test_norms_that_are_fused_with_products_get_the_weights_type() -> None:

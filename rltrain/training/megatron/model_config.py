@@ -319,7 +319,7 @@ def recompute_settings(recompute: schema.Recompute, *, transformer_engine: bool)
     refused = [module for module in OF_LOCAL_LAYERS if module in chosen and transformer_engine]
     if refused:
         raise ConfigError(
-            f"model.recompute.modules: got {', '.join(refused)}, but Transformer Engine's layers do not recompute them; "
+            f"model.recompute.modules: got {', '.join(refused)}, which Transformer Engine's layers do not recompute; "
             "expected layernorm, core_attn, mlp, moe, shared_experts, or model.transformer_impl: local"
         )
     if recompute.granularity == "none":
@@ -335,6 +335,8 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
     """Returns Megatron's config for pipeline stage `stage`."""
     model = options.model
     dtype, cuda = getattr(torch, model.dtype), options.device.type == "cuda"
+    # A factor for each token, as experts have, is part of Megatron's kernel alone.
+    megatron_activates = cuda and (options.transformer_engine or architecture.moe is not None)
     return config_class(architecture)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -370,10 +372,7 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         batch_p2p_sync=False,
         # Losses are normalized by counts over the whole mini-batch, so gradients are summed and never averaged.
         calculate_per_token_loss=True,
-        # A weight for each token, as experts have, is part of Megatron's kernel alone.
-        **activation_settings(
-            architecture, fused=cuda and (options.transformer_engine or architecture.moe is not None)
-        ),
+        **activation_settings(architecture, fused=megatron_activates),
         **recompute_settings(model.recomputed, transformer_engine=options.transformer_engine),
         **attention_settings(architecture, transformer_engine=options.transformer_engine),
         **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),
