@@ -319,17 +319,20 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
     """Returns the bytes of a tile of logits, and in training of the tile that is kept for backward.
 
     Kernels read a tile and put the gradient in its place. In training the bytes include the fp32 gradient of the hidden
-    states, and that of the vocabulary's weights.
+    states. The tensor that stands in for the gradient of the weights follows the tiles.
     """
     architecture, grid = job.architectures[role], job.grids[role]
     if architecture.head == "value":
         return tokens * FP32 * (1 + trains)
     columns = -(-architecture.vocab_size // grid.tp)
     tile = min(tokens * columns, LOGPROB_CHUNK_ELEMENTS)
-    # Sharded weights have a place for their whole gradient.
-    of_weights = 0 if grid.is_sharded or learns_adapters(job, role) else columns * job.item_bytes
-    summed = architecture.hidden_size * (of_weights + tokens * FP32) if trains else 0
-    return tile * job.logit_bytes * (1 + trains) + summed
+    if not trains:
+        return tile * job.logit_bytes
+    # Sums of gradients have their own place. After the tiles an empty tensor stands in for the gradient of the weights.
+    is_tied = architecture.tied_embeddings and grid.pp == 1
+    has_none = grid.is_sharded or learns_adapters(job, role) or is_tied
+    stand_in = 0 if has_none else columns * architecture.hidden_size * job.item_bytes
+    return max(2 * tile * job.logit_bytes, stand_in) + tokens * architecture.hidden_size * FP32
 
 
 def recomputed_logits(job: PlannedJob, role: str) -> float:

@@ -407,15 +407,14 @@ def _gradients_of_inputs(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of hidden states and weights, where they are needed.
 
-    Sums over tiles are fp32. Those of columns are complete after all rows, so no fp32 copy of the weights is made.
+    Sums over tiles are fp32. Those of columns are complete after all rows, so no fp32 copy of the weights is made. A
+    tensor that stands in is made after the tiles, so it does not add to their memory.
     """
     states, weight, total = tiles.logits.states, tiles.logits.weight, tiles.logits.weight_grad
     assert weight is not None
     of_states = torch.zeros_like(states, dtype=torch.float32) if is_needed[0] else None
-    of_weight = None
-    if is_needed[1] and (total is None or tiles.logits.stands_in):
-        of_weight = torch.empty_like(weight)
-    if of_weight is not None and total is None:
+    of_weight = torch.empty_like(weight) if is_needed[1] and total is None else None
+    if of_weight is not None:
         of_weight[tiles.num_valid if tiles.rows else 0 :] = 0
     for columns in tiles.columns if tiles.rows else ():
         summed = _sum_of_columns(tiles, columns) if is_needed[1] else None
@@ -427,8 +426,11 @@ def _gradients_of_inputs(
                 add_product(summed, grad.T, states[rows])
             elif of_weight is not None:
                 torch.mm(grad.T, states[rows], out=of_weight[columns])
-        if summed is not None and of_weight is not None and total is None:
+            del grad
+        if summed is not None and of_weight is not None:
             of_weight[columns] = summed
+    if is_needed[1] and total is not None and tiles.logits.stands_in:
+        of_weight = torch.empty_like(weight)
     return None if of_states is None else of_states.to(states.dtype), of_weight
 
 

@@ -196,11 +196,20 @@ def test_layers_that_are_recomputed_are_counted_by_chunk():
 
 def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():
     wide = {"residual_dtype": "float32", "head_dtype": "float32"}
-    jobs = [apart(model={"path": "m", **types}) for types in ({}, wide)]
+    tied = replace(qwen3_8b(), tied_embeddings=True)
+    jobs = [apart(tied, model={"path": "m", **types}) for types in ({}, wide)]
     plain, more = (rank_memories(job, H100)[0].peak.bytes_of for job in jobs)
     hidden = jobs[0].micro_batch_tokens("actor") * qwen3_8b().hidden_size
     assert more["activations"] - plain["activations"] == 2 * hidden * (2 * qwen3_8b().num_layers + 1)
     assert more["logits"] - plain["logits"] == 2 * 2 * LOGPROB_CHUNK_ELEMENTS
+
+
+def test_what_stands_in_for_the_gradient_of_a_vocabulary_follows_the_logits():
+    untied, tied = (
+        rank_memories(apart(replace(qwen3_8b(), tied_embeddings=is_tied)), H100)[0].peak.bytes_of["logits"]
+        for is_tied in (False, True)
+    )
+    assert untied - tied == 2 * 151936 * 4096 - 2 * 2 * LOGPROB_CHUNK_ELEMENTS
 
 
 def test_context_parallelism_shares_out_the_longest_sequence():
