@@ -1,10 +1,12 @@
 """The ranks of test_fsdp: one model trained by both backends, in one world of four ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,15 +16,17 @@ from rltrain.algorithms.losses import of_states, value_loss
 from rltrain.checkpoint.saved_state import PIECES
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import read_architecture
+from rltrain.models import attention, fused, read_architecture
 from rltrain.models.architecture import is_unlisted
 from rltrain.models.of_roles import read_unlisted
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.runtime.world import World
+from rltrain.training import fsdp_model
 from rltrain.training.backend import BACKENDS, ModelSite
 from rltrain.training.trainable import TrainedModel
 from tests.distributed.cases_training import negative_log_likelihood
+from tests.support import triton_interpreter
 from tests.support.tiny_checkpoints import TEMPERATURE
 from tests.support.tolerances import ADAM_EPS
 from tests.support.trained_models import groups_on, load_experience, of_replica, send_away
@@ -48,6 +52,8 @@ class Way:
     model: dict[str, Any] = field(default_factory=dict)
     keep_gathered: bool = False
     on_host: bool = False
+    kernels: bool = False
+    """Whether Triton's interpreter runs fused kernels."""
     lora: dict[str, Any] | None = None
     """Settings of a critic's adapters."""
 
@@ -66,6 +72,7 @@ WAYS = {
     "keep_gathered": Way(ranks=2, keep_gathered=True, max_tokens=10_000),
     "on_host": Way(ranks=3, on_host=True),
     "recompute": Way(ranks=2, model={"recompute": "full"}),
+    "recompute_outputs": Way(ranks=2, model={"recompute": "selective"}, kernels=True),
     "recompute_one_layer": Way(ranks=2, model={"recompute": {"granularity": "full", "layers": 1}}),
     "cp2_dp2": Way(ranks=4, cp=2),
     "cp4": Way(ranks=4, cp=4),
@@ -107,7 +114,8 @@ def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
             for name in ("megatron", *names):
                 way = WAYS.get(name, MEGATRON)
                 is_told = evaluates and name in ("megatron", *EVALUATED)
-                seen[f"{checkpoint}/{name}"] = trained(way, paths[checkpoint], groups, evaluates=is_told)
+                with kernels() if way.kernels else nullcontext():
+                    seen[f"{checkpoint}/{name}"] = trained(way, paths[checkpoint], groups, evaluates=is_told)
     for name, pair in OTHERS.items():
         if (name in QUICK) is slow:
             continue
@@ -141,6 +149,17 @@ def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> 
     report["dp"] = way.grid.coordinates(dist.get_rank()).dp
     report["bytes"] = {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()}
     return report
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Runs fused kernels in Triton's interpreter."""
+    triton_interpreter.mend()
+    with (
+        patch.object(attention, "fused_kernels", lambda device: fused),
+        patch.object(fsdp_model, "fused_kernels", lambda device: fused),
+    ):
+        yield
 
 
 def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] | None:
