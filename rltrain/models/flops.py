@@ -7,8 +7,8 @@ arXiv:2204.02311, appendix B). Attention counts the positions read by a causal k
 position i attends to i + 1. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) counts as in training, with
 keys and values of all heads made from the latent.
 
-Recomputation follows Korthikanti et al. 2022 (arXiv:2205.05198): "selective" repeats the two products of attention,
-"full" the forward pass of all layers. MFU ignores recomputation. HFU includes it.
+Recomputation of attention ("core_attn", Korthikanti et al. 2022, arXiv:2205.05198) repeats its two products, "full" the
+forward pass of all layers. MFU ignores recomputation. HFU includes it.
 """
 
 from collections.abc import Collection, Iterable
@@ -47,10 +47,10 @@ class ForwardFlops:
         return sum(lengths) * (self.layers + self.head) + self._attended(lengths)
 
     def training(self, lengths: Collection[int], *, recompute: str = "none") -> int:
-        """Returns the FLOPs of forward and backward for sequences of `lengths` tokens. `recompute` is model.recompute,
-        or "none" for MFU."""
+        """Returns the FLOPs of forward and backward for sequences of `lengths` tokens. `recompute` is none, core_attn or
+        full, and none for MFU."""
         attention = self._attended(lengths)
-        repeated = {"none": 0, "selective": attention, "full": attention + sum(lengths) * self.layers}
+        repeated = {"none": 0, "core_attn": attention, "full": attention + sum(lengths) * self.layers}
         return (1 + BACKWARD) * self.forward(lengths) + repeated[recompute]
 
     def of_token(self, context: float) -> float:

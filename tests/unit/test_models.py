@@ -237,7 +237,7 @@ def test_recomputation_repeats_what_it_says():
     lengths = [5, 9]
     training = flops.training(lengths)
     assert training == 3 * flops.forward(lengths)
-    assert flops.training(lengths, recompute="selective") - training == positions_read(lengths) * flops.attention
+    assert flops.training(lengths, recompute="core_attn") - training == positions_read(lengths) * flops.attention
     assert flops.training(lengths, recompute="full") - training == flops.forward(lengths) - sum(lengths) * flops.head
 
 
