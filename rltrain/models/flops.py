@@ -47,8 +47,8 @@ class ForwardFlops:
         return sum(lengths) * (self.layers + self.head) + self._attended(lengths)
 
     def training(self, lengths: Collection[int], *, recompute: str = "none") -> int:
-        """Returns the FLOPs of forward and backward for sequences of `lengths` tokens. `recompute` is none, core_attn or
-        full, and none for MFU."""
+        """Returns the FLOPs of forward and backward for sequences of `lengths` tokens. `recompute` is "core_attn" or
+        "full", or "none" for MFU."""
         attention = self._attended(lengths)
         repeated = {"none": 0, "core_attn": attention, "full": attention + sum(lengths) * self.layers}
         return (1 + BACKWARD) * self.forward(lengths) + repeated[recompute]

@@ -68,6 +68,7 @@ from rltrain.training.fsdp_vision import (
 from rltrain.training.logprobs import PackedModel, groups_of_rank
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch, Packing
+from rltrain.training.recipes import MadeAgain
 from rltrain.training.sliced_attention import SlicedRows, tree_rows
 from rltrain.training.tower_pass import Shown, Sight, TowerPass, pieces_of
 from rltrain.training.vocabulary import Logits
@@ -137,7 +138,9 @@ class ShardedAdapter(torch.nn.Module):
         """Returns the addition to the layer's output [..., outputs] from inputs [..., inputs]."""
         (adapters,) = self._adapters
         a, b = (half.to(inputs.dtype) for half in (self.a, self.b))
-        return F.linear(F.linear(adapters.dropped(inputs), a) * adapters.scale, b)
+        with MadeAgain(inputs):
+            inner = F.linear(adapters.dropped(inputs), a)
+        return F.linear(inner * adapters.scale, b)
 
     def of_experts(self, inputs: list[Tensor]) -> list[Tensor]:
         """Returns the additions for each expert's inputs. The experts' matrices have equal sizes."""

@@ -91,6 +91,8 @@ def slow_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
     if _joins("tp2_sp"):
         results["dropout/none"] = [_drop(Path(dense), groups, "none") for _ in range(2)]
         results["dropout/full"] = [_drop(Path(dense), groups, "full")]
+        results["dropout/selective"] = [_drop(Path(dense), groups, "selective")]
+        results["trained/made_again"] = _drop(Path(dense), groups, "selective", dropout=0.0)
     for name in OF_EXPERTS:
         if dist.get_rank() in cases_experts.LAYOUTS[name].grid.ranks:
             results[f"experts/{name}"] = _train_experts(Path(experts), name, groups)
@@ -266,10 +268,10 @@ def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path
     }
 
 
-def _drop(path: Path, groups: ProcessGroups, recompute: str) -> dict[str, Any]:
+def _drop(path: Path, groups: ProcessGroups, recompute: str, dropout: float = 0.3) -> dict[str, Any]:
     """Returns steps with dropout, and whether torch's generator stayed unused."""
     before = torch.get_rng_state()
-    lora = LORA.model_copy(update={"dropout": 0.3})
+    lora = LORA.model_copy(update={"dropout": dropout})
     model = adapted(load_model(path, "tp2_sp", groups, recompute=recompute), lora)
     steps = _steps(model, share_of(load_experience(path), "tp2_sp"), NUM_STEPS)
     return {"steps": steps, "undisturbed": torch.equal(before, torch.get_rng_state())}

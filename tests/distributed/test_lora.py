@@ -312,9 +312,16 @@ def test_sharded_experts_train_the_same_adapters(ranks: Ranks, way: str) -> None
 
 
 @pytest.mark.slow
-def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: Ranks) -> None:
+def test_adapters_train_alike_where_backward_makes_their_inputs_again(ranks: Ranks) -> None:
+    (expected,) = reports(ranks, "trained/tp1")
+    assert_equal_steps(ranks, "trained/made_again", expected["steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_what_is_dropped_repeats_also_where_it_is_computed_anew(ranks: Ranks, recompute: str) -> None:
     (without,) = reports(ranks, "trained/tp1")
-    twice, anew = (reports(ranks, f"dropout/{recompute}") for recompute in ("none", "full"))
+    twice, anew = (reports(ranks, f"dropout/{how}") for how in ("none", recompute))
     for (plain, again), (recomputed,) in zip(twice, anew, strict=True):
         assert plain["steps"] == again["steps"]
         assert plain["undisturbed"] and again["undisturbed"] and recomputed["undisturbed"]
