@@ -211,7 +211,8 @@ class CompletionLog:
     """Named logs of finished groups. Every `per_chunk` entries form a chunk, readable by any rank once it is full.
 
     One counter per log orders groups that several engines finish at the same time. The ranks of all engines add
-    entries, and all of these `num_readers` ranks read them. A chunk's entry is deleted after all have read it. The counter is deleted with the last of `chunks_per_log` chunks.
+    entries, and all of these `num_readers` ranks read them. A chunk's entry is deleted after all have read it. The
+    counter is deleted with the last of `chunks_per_log` chunks.
     """
 
     def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int) -> None:
