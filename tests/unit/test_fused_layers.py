@@ -14,7 +14,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.cli.parity import world_of_one
 from rltrain.data.experience import Experience
-from rltrain.models import attention, fused
+from rltrain.models import attention, fused, layer_kernels
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.megatron import model_config, platform
@@ -43,14 +43,14 @@ def groups() -> Iterator[ProcessGroups]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Lets CPUs use the kernels. Returns a function for the names of those launched since its last call."""
     names: list[str] = []
-    launch = fused.launch
+    launch = layer_kernels.launch
 
     def noting(kernel: Any, *arguments: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *arguments, **constants)
 
     monkeypatch.setattr(platform, "HAS_ONEDNN", False)  # it pads micro-batches, and the interpreter needs time for rows
-    monkeypatch.setattr(fused, "launch", noting)
+    monkeypatch.setattr(layer_kernels, "launch", noting)
     monkeypatch.setattr(attention, "fused_kernels", lambda device: fused)
 
     def take() -> list[str]:
