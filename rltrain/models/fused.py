@@ -108,11 +108,14 @@ class _AddedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float) -> Any:
         """Returns the total and the norm, or only the norm if nothing is added."""
-        x, added = x.contiguous(), None if added is None else added.contiguous()
-        total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
-        rows = [None if one is None else one.view(-1, x.size(-1)) for one in (x, added, total)]
-        normed = layer_kernels.add_norm(*rows[:2], weight, eps=eps, offset=offset, total=rows[2]).view(x.shape)
-        ctx.save_for_backward(total, weight)
+        size, x, added, total = x.size(-1), x.contiguous(), None if added is None else added.contiguous(), None
+        if added is not None:
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
+        of_added, of_total = (None if one is None else one.view(-1, size) for one in (added, total))
+        rows = layer_kernels.add_norm(x.view(-1, size), of_added, weight, eps=eps, offset=offset, total=of_total)
+        assert rows is not None
+        normed = rows.view(x.shape)
+        ctx.save_for_backward(x if total is None else total, weight)
         ctx.eps, ctx.offset, ctx.types = eps, offset, (x.dtype, None if added is None else added.dtype)
         ctx.set_materialize_grads(False)
         return normed if added is None else (total, normed)
@@ -199,7 +202,8 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
         gate_up, ctx.activation = gate_up.contiguous(), activation
         ctx.save_for_backward(gate_up)
-        made = layer_kernels.gate_rows(*gate_up.flatten(0, -2).chunk(2, -1), activation)
+        gate, up = gate_up.flatten(0, -2).chunk(2, -1)
+        made = layer_kernels.gate_rows(gate, up, activation)
         return made.view(*gate_up.shape[:-1], gate_up.size(-1) // 2)
 
     @staticmethod

@@ -4,6 +4,7 @@ Import this module only if Triton is installed. Arithmetic is fp32, and every re
 `fused`, which adds gradients, and the embedded engine round alike.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -331,17 +332,17 @@ def turn_heads(
     num_tokens, groups, group, head_dim = queries.shape
     num_keys = keys.size(1)
     made_queries = torch.empty(num_tokens, groups * group, head_dim, device=queries.device, dtype=queries.dtype)
-    made_keys = None
+    made_keys, table = None, None
     if written is None:
         made_keys = torch.empty(num_tokens, num_keys, head_dim, device=keys.device, dtype=keys.dtype)
-        written_keys, written_values, table, positions, block_tokens = made_keys, None, None, None, None
-        strides = num_keys * head_dim, head_dim
+        places: Sequence[Any] = (made_keys, None, None, None, None, num_keys * head_dim, head_dim)
     else:
-        written_keys, written_values, table, positions, block_tokens, *strides = written
+        places, table = written, written[2]
+    into_keys, into_values, _, positions, block_tokens, *strides = places
     launch(
         _turn_forward,
         (sum(triton.cdiv(num_tokens * number, rows) for number in (groups * group, num_keys)),),
-        *(queries, keys, values, made_queries, written_keys, written_values, *(turn.norms or (None, None))),
+        *(queries, keys, values, made_queries, into_keys, into_values, *(turn.norms or (None, None))),
         *(turn.cos, turn.sin, turn.angle_rows, table, positions),
         *(num_tokens, groups * group, num_keys, group, *queries.stride()[:2], *keys.stride()[:2], turn.cos.stride(0)),
         *(None if table is None else table.stride(0), block_tokens, *strides, turn.eps, turn.offset),

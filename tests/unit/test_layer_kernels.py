@@ -182,9 +182,9 @@ def test_norms_rotation_and_storing_of_heads(
         close(made, k)
         return
     assert made is None
-    (k_before, v_before), (keys, values) = (both.flatten(1, 2) for both in (stored, torch.stack([keys, values])))
-    close(keys, k_before.index_copy(0, rows, k))
-    assert torch.equal(values, v_before.index_copy(0, rows, v)), "values are copied, and no other row changes"
+    before, after = (both.flatten(1, 2) for both in (stored, torch.stack([keys, values])))
+    close(after[0], before[0].index_copy(0, rows, k))
+    assert torch.equal(after[1], before[1].index_copy(0, rows, v)), "values are copied, and no other row changes"
 
 
 @few
@@ -417,7 +417,8 @@ INTEGERS = {
 TYPES = {
     **dict.fromkeys(("eps", "offset", "temperature", "scale", "softcap"), "fp32"),
     **dict.fromkeys(("cos", "sin", "weights", "logprobs", "all_logprobs"), "*fp32"),
-    **dict.fromkeys(("angle_rows", "streams", "positions", "tokens", "stops", "state", "increments", "all_tokens"), "*i64"),
+    **dict.fromkeys(("streams", "positions", "tokens", "stops", "state", "increments", "all_tokens"), "*i64"),
+    "angle_rows": "*i64",
     **dict.fromkeys(("stopped", "failed", "finished"), "*i1"),
     "table": "*i32",
 }

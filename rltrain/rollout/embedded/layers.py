@@ -65,15 +65,16 @@ def kernels_difference(kernels: LayerKernels, device: torch.device, dtype: torch
 
     hidden, made, gain, gate_up = drawn(3, 96), drawn(3, 96), drawn(96), drawn(3, 160)
     (queries, keys, values), norms = drawn(3, 6, 16).split([4, 1, 1], 1), (drawn(16), drawn(16))
-    embedding, positions = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1, 0.03]), 1.0, 8, device), [1, 4, 6]
-    rotation, (gates, ups) = embedding.at(torch.tensor(positions, device=device)), gate_up.chunk(2, -1)
+    positions, (gates, ups) = torch.tensor([1, 4, 6], device=device), gate_up.chunk(2, -1)
+    rotation = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1, 0.03]), 1.0, 8, device).at(positions)
     heads = _normed_heads(torch.cat([queries, keys], 1), 4, norms, 1e-6, 0.0)
-    stored = [torch.zeros(2, 4, 1, 16, device=device, dtype=dtype) for _ in range(2)]
+    stored = torch.zeros(2, 2, 4, 1, 16, device=device, dtype=dtype)
+    table = torch.tensor([[0, 1]] * 3, device=device)
     summed = hidden + made
     normed_sum = kernels.add_norm(hidden, made, gain, eps=1e-6)
-    written = Written(*stored, torch.tensor([[0, 1]] * 3, device=device), rotation.positions, 4, 16, 16)
+    written = Written(stored[0], stored[1], table, positions, 4, 16, 16)
     turned, _ = kernels.turn_heads(queries[:, :, None], keys, rotation.turn(norms=norms, eps=1e-6), values, written)
-    taken = [cache.flatten(0, 1)[positions] for cache in stored]
+    taken = stored.flatten(1, 2)[:, positions]
     pairs = [
         (hidden, summed),
         (normed_sum, normed(summed, gain, 1e-6)),
