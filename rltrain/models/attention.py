@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -306,7 +307,26 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-# Rotary frequencies, equal in training and engines.
+# Rotary frequencies and rotations, equal in training and engines.
+
+
+class Turn(NamedTuple):
+    """How kernels normalize and rotate heads.
+
+    The first `half` elements of rows of `cos` and `sin` belong to the first 2 * half elements of a head. Rows are those
+    of the tokens, or `angle_rows` [tokens] has the row of each token. With `pairs` neighbouring elements are rotated
+    together, and the results are written as halves. Without `norms` heads are only rotated; norms multiply by the
+    weights of queries and of keys plus `offset`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    half: int
+    pairs: bool = False
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    angle_rows: Tensor | None = None
 
 
 def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:

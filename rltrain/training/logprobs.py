@@ -156,13 +156,13 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
     if batch.slices is None or batch.slices.drawn is None:
         following = batch.rows_of(labels.roll(-1, dims=0))
         logprobs, entropy = vocab_parallel_logprobs(logits, following, **distribution)
-        logprobs = at_drawn(model, batch, logprobs)
+        logprobs, entropy = at_drawn(model, batch, logprobs, entropy)
     else:
         drawn = batch.slices.drawn
         labelled = LabelledRows(drawn.rows, drawn.starts)
         logprobs, entropy = vocab_parallel_logprobs(logits, labels[drawn.tokens], labelled=labelled, **distribution)
         logprobs = of_drawn_tokens(batch, logprobs, model.pg_collection.cp)
-    entropy = at_drawn(model, batch, entropy)
+        (entropy,) = at_drawn(model, batch, entropy)
     return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
 
@@ -174,7 +174,8 @@ def likeliest_tokens(
     Both are 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
     """
     ids, logprobs = vocab_parallel_top(model.logits_of(outputs), count, **model.distribution(temperature))
-    return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
+    ids, logprobs = at_drawn(model, batch, ids, logprobs)
+    return ids, logprobs
 
 
 def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
@@ -183,19 +184,19 @@ def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor
     It is 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
     """
     squares = vocab_parallel_squares(model.logits_of(outputs), **model.distribution(temperature))
-    return at_drawn(model, batch, squares)
+    return at_drawn(model, batch, squares)[0]
 
 
-def at_drawn(model: PackedModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:
-    """Moves model outputs from each token to the following token of the same sample, [tokens, ...].
+def at_drawn(model: PackedModel, batch: MicroBatch, *of_rows: Tensor) -> list[Tensor]:
+    """Moves model outputs from each token to the following token of the same sample, [tokens, ...] each.
 
     The output at a token depends on the sample's tokens up to it. The result is 0 at a sample's first token. Gradients
     flow. Collective over: the context-parallel group.
     """
-    moved = of_all_tokens(batch, of_rows, model.pg_collection.cp).roll(1, dims=0)
-    drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
-    drawn[batch.experience.offsets()[:-1]] = 0
-    return moved * drawn.view(-1, *[1] * (moved.dim() - 1))
+    drawn = torch.ones(batch.num_tokens, dtype=torch.bool, device=of_rows[0].device)
+    drawn[batch.experience.offsets()[:-1]] = False
+    moved = [of_all_tokens(batch, one, model.pg_collection.cp).roll(1, dims=0) for one in of_rows]
+    return [one * drawn.view(-1, *[1] * (one.dim() - 1)) for one in moved]
 
 
 def _scores(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:

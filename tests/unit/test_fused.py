@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models import fused
+from rltrain.models import fused, layer_kernels
 from tests.support.fused_references import EPS, KINDS, agrees, normal, plain_norm, plain_turn, turn_of
 from tests.support.triton_interpreter import compiled
 
@@ -129,22 +130,29 @@ def test_no_tokens() -> None:
     assert torch.equal(weight.grad, torch.zeros(8))
 
 
-def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, object]]]:
-    """Returns signatures and constants of all kernels for heads of 128 elements and rows of 4096."""
+def kernels_of_a_model(kind: str) -> dict[ModuleType, dict[str, tuple[dict[str, str], dict[str, object]]]]:
+    """Returns signatures and constants of all kernels by module, for heads of 128 elements and rows of 4096."""
     shapes = {
         name: "i32" for name in ("size", "num_rows", "num_tokens", "num_queries", "num_keys", "num_first", "group")
     }
     numbers = shapes | {"eps": "fp32", "offset": "fp32", "num_parts": "i32"}
-    head = {"head_dim": 128, "half": 64, "is_pairs": False, "has_norm": True, "rows": 16}
-    head |= {"half_block": 64, "rest_block": 1}
-    constants: dict[str, dict[str, object]] = {
-        "_sum_parts": {"block": 128, "rows": 16},
-        "_norm_forward": {"has_added": True, "rows": 1, "block": 4096},
-        "_norm_backward": {"has_of_total": True, "has_parts": True, "rows": 1, "block": 4096},
-        "_gate_forward": {"is_gelu": True, "rows": 1, "block": 1024},
-        "_gate_backward": {"is_gelu": True, "rows": 1, "block": 1024},
-        "_turn_forward": head,
-        "_turn_backward": head | {"has_parts": True, "has_values": True, "head_block": 128},
+    head = {"head_dim": 128, "half": 64, "is_pairs": False, "rows": 16, "half_block": 64, "rest_block": 1}
+    head |= {"head_block": 128}
+    rows, gate = {"rows": 1, "block": 4096}, {"activation": "gelu_tanh", "rows": 1, "block": 1024}
+    without = dict.fromkeys
+    constants: dict[ModuleType, dict[str, dict[str, object]]] = {
+        layer_kernels: {
+            "_norm_forward": rows | without(("added_bias", "post_weight", "bias")),
+            "_gate_forward": gate | without(("weights", "group_size", "group_stride")),
+            "_turn_forward": head
+            | without(("values", "made_values", "angle_rows", "table", "positions", "table_stride", "block_tokens")),
+        },
+        fused: {
+            "_sum_parts": {"block": 128, "rows": 16},
+            "_norm_backward": rows,
+            "_gate_backward": gate,
+            "_turn_backward": head,
+        },
     }
 
     def type_of(name: str) -> str:
@@ -153,8 +161,11 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
         return numbers.get(name, "*fp32" if name in ("parts", "cos", "sin") else f"*{kind}")
 
     return {
-        name: ({argument: type_of(argument) for argument in getattr(fused, name).arg_names}, own)
-        for name, own in constants.items()
+        module: {
+            name: ({argument: type_of(argument) for argument in getattr(module, name).arg_names}, own)
+            for name, own in of_module.items()
+        }
+        for module, of_module in constants.items()
     }
 
 
@@ -162,9 +173,9 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
 def test_kernels_compile_for_gpus() -> None:
     """No kernel needs more registers than a thread can have."""
     for kind in ("bf16", "fp32"):
-        kernels = kernels_of_a_model(kind)
-        norms = {name: kernels.pop(name) for name in ("_norm_forward", "_norm_backward")}
-        for group, num_warps in ((kernels, 4), (norms, 8)):
-            for name, by_architecture in compiled("rltrain.models.fused", group, num_warps).items():
-                for architecture, figures in by_architecture.items():
-                    assert figures["spills"] == 0, (name, kind, architecture, figures)
+        for module, kernels in kernels_of_a_model(kind).items():
+            norms = {name: kernels.pop(name) for name in [*kernels] if name.startswith("_norm")}
+            for group, num_warps in ((kernels, 4), (norms, 8)):
+                for name, by_architecture in compiled(module.__name__, group, num_warps).items():
+                    for architecture, figures in by_architecture.items():
+                        assert figures["spills"] == 0, (name, kind, architecture, figures)

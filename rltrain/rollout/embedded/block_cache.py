@@ -1,6 +1,7 @@
 """A KV cache of blocks within a budget, and attention over the blocks."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,9 +67,7 @@ class BlockAttention:
     states: StepStates | None = None
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
-        size = blocks.block_tokens
-        holding = blocks.table[: len(positions)].gather(1, (positions // size)[:, None])[:, 0]
-        self._written = holding * size + positions % size
+        self._table, self._positions = blocks.table[: len(positions)], positions
         self._layers, self._shape, self._routing = blocks.layers, blocks.shape, blocks.routing
 
     @staticmethod
@@ -88,7 +87,7 @@ class BlockAttention:
     def written(self, layer: int) -> Written:
         """Returns the places of the tokens (see DecodeAttention)."""
         keys, values = self._layers[layer]
-        return Written(keys, values, self._written, keys.stride(1), keys.stride(2))
+        return Written(keys, values, self._table, self._positions, keys.size(1), keys.stride(1), keys.stride(2))
 
     def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attends to stored tokens (see DecodeAttention)."""
@@ -99,6 +98,13 @@ class BlockAttention:
         """Keeps the experts of the tokens (see DecodeAttention)."""
         (buffer,) = self._routing
         buffer[layer].flatten(0, 1).index_copy_(0, self._written, experts.to(buffer.dtype))
+
+    @cached_property
+    def _written(self) -> Tensor:
+        """The row of each token among those of all blocks. Kernels find it by themselves."""
+        size = self._layers[0][0].size(1)
+        holding = self._table.gather(1, (self._positions // size)[:, None])[:, 0]
+        return holding * size + self._positions % size
 
     def _attend(
         self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
@@ -159,7 +165,6 @@ class VarlenBlocks(BlockAttention):
 
         num_slots = len(positions)
         self._attention: Callable[..., Any] = varlen_attn
-        self._table = blocks.table[:num_slots]
         self._lengths = (positions + 1).int()
         self._first_queries = blocks.offsets[: num_slots + 1]
         self._first_keys = self._first_queries * blocks.capacity
@@ -202,7 +207,6 @@ class KernelBlocks(BlockAttention):
         from rltrain.rollout.embedded.triton_kernels import attend_blocks  # needs Triton
 
         self._attention: Callable[..., Tensor] = attend_blocks
-        self._table, self._positions = blocks.table[: len(positions)], positions
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:

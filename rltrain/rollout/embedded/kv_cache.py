@@ -452,12 +452,15 @@ class SuffixAttention(PrefillAttention):
 class Written(NamedTuple):
     """Places for the keys and values of new tokens in a layer's memory.
 
-    Element 0 of head h of token t goes to `rows`[t] * `row_stride` + h * `head_stride`, counted in elements.
+    Row t of `table` has the numbers of a slot's blocks of `block_tokens` rows. A token goes to the row of its position.
+    Element 0 of head h goes to row * `row_stride` + h * `head_stride`, counted in elements.
     """
 
     keys: Tensor
     values: Tensor
-    rows: Tensor
+    table: Tensor
+    positions: Tensor
+    block_tokens: int
     row_stride: int
     head_stride: int
 

@@ -181,7 +181,9 @@ class SlotCache(KvCache):
         if self._routing_shape is not None:
             self.routing = (self._routing_shape.new_buffer(num_slots, 1, capacity, device=self.keys.device),)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
-        self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
+        self.heads = rows.view(num_slots, num_kv_heads)
+        """Number of each slot's head among those of all slots."""
+        self.first_positions = self.heads * capacity
         """Start of each slot's and head's positions with the first three axes flattened, shape [slots, kv_heads]."""
         self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
         """For each cached tensor, its layers flattened in this way."""
@@ -283,8 +285,8 @@ class _DecodeAttention:
     def written(self, layer: int) -> Written:
         keys, values = (stores[layer] for stores in self._stores)
         head_dim = keys.shape[-1]
-        first_heads = self._written[:: self._shape.num_kv_heads]
-        return Written(keys, values, first_heads, head_dim, self._cache.capacity * head_dim)
+        capacity = self._cache.capacity  # a slot's first head is one block
+        return Written(keys, values, self._cache.heads, self._positions, capacity, head_dim, capacity * head_dim)
 
     def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         head_dim = queries.shape[-1]
