@@ -108,8 +108,6 @@ class TrainingBackend(ABC):
         model = self.build(site, lora, trains=trains)
         model.on_micro_batch = site.on_micro_batch
         model.share_prefixes, obstacle = site.config.share_prefixes_of(site.role), model.obstacle_to_sharing
-        if obstacle is None and trains and model.architecture.predicts and model.share_prefixes is True:
-            obstacle = "the layer of model.mtp takes the next token, which differs between samples"
         if obstacle is None:
             return model
         if model.share_prefixes is True:

@@ -31,6 +31,7 @@ from rltrain.planning.task_time import (
 )
 from rltrain.training import packed_attention, prefix_tree
 from rltrain.training.packing import Packing, make_micro_batches
+from rltrain.training.prefix_tree import SortedSamples
 from tests.support.packed_experience import plain_experience
 from tests.unit.test_estimated_memory import anything, job_of
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
@@ -417,7 +418,17 @@ def test_layers_that_take_whole_sequences_share_nothing():
     assert not shares(deepseek_v3()), "Transformer Engine's latent attention"
     assert shares(deepseek_v3(), model=local)
     predicting = {"path": "m", "mtp": {}}
-    assert [shares(qwen3_8b(), trains, model=predicting) for trains in (True, False)] == [False, True]
+    assert all(shares(qwen3_8b(), trains, model=predicting) for trains in (True, False))
+
+
+def test_a_prompt_has_one_row_less_if_rows_get_the_next_token_too():
+    texts = torch.arange(40).repeat(4, 1)
+    texts[:, 20:] += 100 * torch.arange(4)[:, None]
+    samples = SortedSamples.of(plain_experience([40] * 4, texts.flatten()), looks_ahead=True)
+    sections = {"batch": {"samples_per_prompt": 4, "prompts_per_step": 2}, "model": {"path": "m", "mtp": {}}}
+    job = job_of(qwen3_8b(), {"actor": "0", "rollout, reward": "1"}, 2, **(LONG | sections))
+    computed = [job.computed("actor", 20, 20, trains=trains).share for trains in (True, False)]
+    assert computed == pytest.approx([samples.num_rows(0, 4) / 160, (20 + 4 * 20) / 160])
 
 
 def test_what_is_shared_takes_no_time():

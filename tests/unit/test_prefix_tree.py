@@ -46,8 +46,8 @@ def tries(draw: st.DrawFn) -> list[list[int]]:
     return texts
 
 
-def tree_of(texts: list[list[int]]) -> PrefixTree:
-    return SortedSamples.of(samples_of(texts)).tree()
+def tree_of(texts: list[list[int]], *, looks_ahead: bool = False) -> PrefixTree:
+    return SortedSamples.of(samples_of(texts), looks_ahead=looks_ahead).tree()
 
 
 @given(tries())
@@ -78,6 +78,18 @@ def test_what_is_shared_is_long_enough_and_all_that_is(texts: list[list[int]]) -
     with patch.object(prefix_tree, "MIN_SHARED_TOKENS", 1):
         distinct = {tuple(text[: place + 1]) for text in texts for place in range(len(text))}
         assert tree_of(texts).num_rows == len(distinct)
+
+
+@given(tries())
+@settings(max_examples=60, deadline=None)
+def test_the_samples_of_a_row_go_on_alike_if_it_looks_ahead(texts: list[list[int]]) -> None:
+    with patch.object(prefix_tree, "MIN_SHARED_TOKENS", 1):
+        tree = tree_of(texts, looks_ahead=True)
+    seen = [(*text[: place + 1], *(text[place + 1 : place + 2] or [0])) for text in texts for place in range(len(text))]
+    of_rows: dict[int, tuple[int, ...]] = {}
+    for row, beginning in zip(tree.row_of_token.tolist(), seen, strict=True):
+        assert of_rows.setdefault(row, beginning) == beginning
+    assert tree.num_rows == len(set(seen)), "all that can be shared is"
 
 
 @given(tries(), st.data())
@@ -204,20 +216,21 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
         torch.testing.assert_close(one, other)
 
 
-@given(tries(), st.integers(5, 60))
+@given(tries(), st.integers(5, 60), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_micro_batches_count_computed_tokens(texts: list[list[int]], max_tokens: int) -> None:
+def test_micro_batches_count_computed_tokens(texts: list[list[int]], max_tokens: int, looks_ahead: bool) -> None:
     samples = samples_of(texts)
-    batches = pack(samples, max_tokens, device=CPU, prefixes=SortedSamples.of(samples))
+    batches = pack(samples, max_tokens, device=CPU, prefixes=SortedSamples.of(samples, looks_ahead=looks_ahead))
     places = torch.cat([batch.token_index for batch in batches])
     assert torch.equal(places.sort().values, torch.arange(samples.num_tokens))
     for batch in batches:
         assert batch.num_computed_tokens <= max_tokens or len(batch.lengths) == 1
-        assert batch.slices is not None and batch.slices.drawn is not None
-        rows, tokens = batch.slices.drawn.rows, batch.slices.drawn.tokens
+        assert batch.slices is not None and len(batch.slices.drawn) == 1 + looks_ahead
         assert torch.equal(batch.padded_tokens[batch.slices.row_of_token], batch.experience.tokens)
-        assert torch.equal(rows, batch.slices.row_of_token[tokens - 1])
-        assert len(tokens) == batch.num_tokens - len(batch.lengths)
+        for ahead, drawn in enumerate(batch.slices.drawn, 1):
+            assert torch.equal(drawn.rows, batch.slices.row_of_token[drawn.tokens - ahead])
+            assert len(drawn.tokens) == sum(max(length - ahead, 0) for length in batch.lengths)
+            assert torch.equal(drawn.starts.diff(), drawn.rows.bincount(minlength=batch.num_rows))
         ends, before = batch.computed
         assert sum(ends) - sum(before) == batch.num_computed_tokens == batch.num_rows
 
