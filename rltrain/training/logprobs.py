@@ -92,11 +92,6 @@ class PackedModel(ABC):
     def packing(self) -> Packing:
         """The packing requirements of the model."""
 
-    @property
-    def obstacle_to_sharing(self) -> str | None:
-        """The reason why samples cannot share rows for their prefixes, or None if they can."""
-        return None
-
     @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the model's outputs for some rows, [rows, ...], as logits."""

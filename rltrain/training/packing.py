@@ -497,8 +497,8 @@ def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) 
 def of_drawn_tokens(batch: MicroBatch, drawn: Drawn, values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the values of all tokens of a micro-batch with a tree, [tokens, ...], from those of `drawn.tokens`.
 
-    They are 0 at the other tokens, the first of each sample. Ranks take gradients as in `of_all_tokens`. Collective over: the
-    context-parallel group.
+    They are 0 at the other tokens, the first of each sample. Ranks take gradients as in `of_all_tokens`. Collective
+    over: the context-parallel group.
     """
     nothing = values.new_zeros(batch.num_tokens, *values.shape[1:])
     of_tokens = nothing.index_copy(0, drawn.tokens, values)

@@ -128,8 +128,11 @@ def attend_slices(
     `keys` and `values` [rows of all keys, kv_heads, ...] are selected by `key_rows`. `scale`, `window`, `softcap` and
     `sinks` are those of attend_blockwise.
     """
-    if softcap is None and sinks is None and attends_packed(query, keys, values):
-        return _attend_selected(query, keys, values, slices, scale, window)
+    width, missing = values.size(-1), keys.size(-1) - values.size(-1)
+    if softcap is None and sinks is None and missing >= 0 and attends_packed(query, keys, keys):
+        # The kernel takes one size of heads. Zeros at the end of latent attention's values give zeros there.
+        wide = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        return _attend_selected(query, keys, wide, slices, scale, window)[..., :width]
     if softcap is None and sinks is None and window is None and _takes_blocks(query, keys, values, slices):
         by_head = query.size(-1) ** -0.5 if scale is None else scale
         attended: Tensor = _TreeAttention.apply(query, keys, values, slices.blocks, by_head)

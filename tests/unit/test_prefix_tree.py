@@ -183,8 +183,11 @@ def test_ranks_that_cut_a_tree_attend_to_the_same_keys(texts: list[list[int]], s
         torch.testing.assert_close(found, whole[own])
 
 
-def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's stand-in computes on the CPU, and autograd keeps its inputs."""
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(
+    value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's stand-in computes on the CPU, and autograd keeps its inputs. It takes one size of heads."""
     texts = [[1] * 20 + [2] * 9, [1] * 20 + [3] * 4, [1] * 20]
     tree = tree_of(texts)
     rows = tree_rows(tree, tree.lengths, [len(text) for text in texts], SlicedRows, CPU)
@@ -192,6 +195,7 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **settings: object) -> Tensor:
         calls.append((len(q), len(k)))
+        assert q.size(-1) == k.size(-1) == v.size(-1)
         of_keys: Tensor = settings["key_boundaries"]  # type: ignore[assignment]
         parts = []
         for first, last, first_key, last_key in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
@@ -203,7 +207,7 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
             parts.append((scores.softmax(-1) @ values).transpose(0, 1))
         return torch.cat(parts)
 
-    query, key, value = (torch.randn(tree.num_rows, 2, 8, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(tree.num_rows, 2, size, requires_grad=True) for size in (8, 8, value_size))
     expected = attend_rows(query, key, value, rows, None)
     wanted = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * wanted).sum(), (query, key, value))
