@@ -14,7 +14,7 @@ from rltrain.training import prefix_tree, sliced_attention
 from rltrain.training.packed_attention import attend_blockwise
 from rltrain.training.packing import ContextShare, Packing, make_micro_batches, pack, places_of, places_of_all
 from rltrain.training.prefix_tree import PrefixTree, SortedSamples
-from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
+from rltrain.training.sliced_attention import SlicedRows, TreeBlocks, attend_rows, tree_rows
 from tests.support.packed_experience import plain_experience
 
 CPU = torch.device("cpu")
@@ -162,6 +162,14 @@ def test_attention_and_its_gradients_are_those_of_each_sample(
     of_found, of_expected = (torch.autograd.grad((x * wanted).sum(), (query, key, value)) for x in (found, expected))
     for one, other in zip(of_found, of_expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@given(st.lists(st.integers(33, 300), min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_runs_are_padded_by_at_most_a_third_on_cpus(lengths: list[int]) -> None:
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    blocks = TreeBlocks.of([-1] * len(lengths), starts, lengths, CPU)
+    assert sum(count * width for count, width in blocks.runs.batches) <= sum(lengths) / 0.75
 
 
 @given(texts=tries(), size=st.sampled_from([2, 3]))
