@@ -282,7 +282,7 @@ class Activations:
         frozen_norms = self.job.grids[self.role].is_sharded and learns_adapters(self.job, self.role)
         inputs = queries + keys + kept_values + (queries + keys if a.qk_norm and not frozen_norms else 0)
         copies = 0
-        if self.job.has_local_layers(self.role):
+        if self.job.attends_locally(self.role):
             all_ranks = 1 if config.model.cp_communication == "all_to_all" else self.job.grids[self.role].cp
             copies = queries + (keys + kept_values) * all_ranks + values
         kept = self._kept_inputs(sparse)
