@@ -436,10 +436,11 @@ class Generation:
                 stopped, finished = stopped | matched, finished | matched
             slots = [slot for slot in finished.nonzero()[0].tolist() if running[slot].end_step is None]
             if slots and failed.all():
+                [version] = self._policy_versions(self._num_read - 1, self._num_read)
                 raise DivergenceError(
-                    f"The rollout policy (version {self._policy_versions(self._num_read - 1, self._num_read)[0]}) gives "
-                    "log-probs that are not finite in every running response: its weights have diverged or were never "
-                    "loaded. Lower actor.optimizer.lr, or check model.path."
+                    f"The rollout policy (version {version}) gives log-probs that are not finite in every running "
+                    "response: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
+                    "model.path."
                 )
             if slots:
                 self._retire(running, slots, stopped[slots].tolist(), failed[slots].tolist())
