@@ -21,7 +21,7 @@ from rltrain.models.attention import halves_of_pairs
 from rltrain.models.windows import Windows
 from rltrain.rollout.embedded import EmbeddedEngine, block_cache, engine, triton_kernels
 from rltrain.rollout.embedded.block_cache import KernelBlocks, difference
-from rltrain.rollout.embedded.decoder import PLACE, Slots, draw, draw_by_kernel, random_streams
+from rltrain.rollout.embedded.decoder import Slots, draw, draw_by_kernel, random_streams
 from rltrain.rollout.embedded.kv_cache import AttentionShape, Written
 from rltrain.rollout.embedded.layers import (
     FusedResidual,
@@ -236,13 +236,11 @@ def test_attention_with_other_scores_takes_the_kernel(shape: dict[str, Any], mon
 
 def slots_of(num_slots: int) -> Slots:
     """Returns slots with some state, of which the first ones run."""
-    made = Slots(Mock(), num_slots, torch.device("cpu"))
-    made.transcript.reserve(9)
-    running = num_slots * 3 // 4
-    columns = made.transcript.take(running)
-    places = [made.transcript.place(number % 5, column) for number, column in enumerate(columns)]
-    rows = [[1] * running, [number % 5 for number in range(running)], [*range(running)], places, [4] * running]
-    made.fill(0, [*rows, [0] * running], torch.arange(running))
+    made = Slots(Mock(), num_slots, torch.device("cpu"), max_context_tokens=9)
+    numbers = [*range(num_slots * 3 // 4)]
+    running = len(numbers)
+    rows = [[1] * running, [number % 5 for number in numbers], numbers, numbers, [4] * running, [0] * running, numbers]
+    made.fill(0, rows)
     return made
 
 
@@ -256,12 +254,10 @@ def test_the_end_of_a_step(num_slots: int, stop_tokens: tuple[int, ...]) -> None
     count = max(1, num_slots * 3 // 4)
     for slots, kernels in ((found, KERNELS), (expected, None)):
         slots.take(tokens[:count], logprobs[:count], torch.tensor(stop_tokens, dtype=torch.int64), kernels)
-    for name in ("state", "stopped", "failed", "finished"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    running = num_slots * 3 // 4
-    written = found.state[PLACE, :running] - found.transcript.stride
-    for buffer, plain in zip(found.transcript.tensors(), expected.transcript.tensors(), strict=True):
-        torch.testing.assert_close(buffer[written], plain[written], equal_nan=True)
+    assert torch.equal(found.state, expected.state)
+    for name in ("tokens", "logprobs", "flags"):
+        one, other = getattr(found.results, name), getattr(expected.results, name)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @few

@@ -29,6 +29,7 @@ from rltrain.rollout.embedded.kv_cache import (
     Written,
     rounded,
     unseen_bias,
+    uploaded,
     window_biases,
 )
 from rltrain.rollout.sample import Sample
@@ -325,6 +326,8 @@ class BlockCache(KvCache):
         self.shape = shape.attention
         self._num_layers, self._routing_shape = shape.num_layers, shape.routing
         self.states = SampleStates(shape.states, shape.dtype, device, zeros) if shape.states else None
+        self.allows_ahead = self.states is None
+        """A step in flight would move the states of a sample past the token with which it returns."""
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -350,7 +353,7 @@ class BlockCache(KvCache):
         rows = self._allocated().rows
         if not np.array_equal(rows, self._shown):
             self._shown = rows.copy()
-            self.table.copy_(torch.from_numpy(self._shown))
+            self.table.copy_(uploaded(self._shown, self.table.device))
 
     def release(self) -> None:
         self._tables, self._shown = None, np.zeros(())
@@ -368,11 +371,17 @@ class BlockCache(KvCache):
             for slot, entry in enumerate(entries, start=first_slot):
                 if entry.states:
                     self.states.resume(slot, entry.states)
-        copies = [entry.copy for entry in entries if entry.copy]
+        # Only tokens of prompts are copied. The sample beside may have failed in a step not read yet and stored NaN.
+        within = [np.arange((len(sample.prompt) - 1) % self.block_tokens) for sample in samples]
+        copies = [
+            np.add.outer(np.array(entry.copy) * self.block_tokens, places)
+            for entry, places in zip(entries, within, strict=True)
+            if entry.copy
+        ]
         if copies:
-            sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
+            sources, destinations = uploaded(np.concatenate(copies, 1), self.table.device)
             for cache in self._by_position():
-                for layer in cache:  # one by one to save memory
+                for layer in cache.flatten(1, 2):  # one by one to save memory
                     layer.index_copy_(0, destinations, layer.index_select(0, sources))
         return _work([sample.context[:-1] for sample in samples], entries, first_slot)
 
@@ -390,6 +399,12 @@ class BlockCache(KvCache):
             for slot in range(first, end):
                 self._tables.free(slot)
 
+    def erase(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        rows = np.concatenate([self._rows(*at) for at in zip(slots, np.array(positions)[:, None], strict=True)])
+        erased = uploaded(rows, self.table.device)
+        for cache in self.kept:
+            cache.flatten(1, 2).index_fill_(1, erased, 0)
+
     def forget_prompts(self) -> None:
         if self._tables is not None:
             self._tables.forget_prompts()
@@ -398,7 +413,7 @@ class BlockCache(KvCache):
         self._allocated().park(slot, sample, self.states.parked(slot) if self.states else None)
 
     def routed(self, slot: int, first: int, end: int) -> Tensor:
-        rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
+        rows = uploaded(self._rows(slot, np.arange(first, end)), self.table.device)
         return self.routing[0].flatten(1, 2).index_select(1, rows).transpose(0, 1)
 
     @property
@@ -424,7 +439,7 @@ class BlockCache(KvCache):
         ]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
         rows = self._allocated().rows[[suffix.slot for suffix in suffixes], :num_read]
-        blocks = torch.from_numpy(rows).to(self.table.device)
+        blocks = uploaded(rows, self.table.device)
         return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
 
     def _decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
@@ -466,7 +481,7 @@ class BlockCache(KvCache):
             positions = np.arange(first, end)
             read.append(token - first + positions)
             written.append(self._rows(slot, positions))
-        return torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)])).to(self.table.device)
+        return uploaded(np.stack([np.concatenate(read), np.concatenate(written)]), self.table.device)
 
     def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
         """Returns the places of these positions of a slot in the flattened blocks."""
