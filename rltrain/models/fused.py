@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -438,3 +439,36 @@ def turned_pair(queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tens
     in_rows = (x if x.stride()[1:] == (x.size(2), 1) else x.contiguous() for x in (queries, keys))
     turned: tuple[Tensor, Tensor] = _TurnedPair.apply(*in_rows, turn)
     return turned
+
+
+def check(device: torch.device) -> None:
+    """Raises an error if kernels fail on `device`, or if their results or gradients differ from those of torch."""
+    generator, eps = torch.Generator().manual_seed(0), 1e-6
+    shapes = (3, 96), (3, 96), (96,), (16,), (16,)
+    inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    angles = torch.randn(3, 8, generator=generator).to(device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def by_kernels(x: Tensor, added: Tensor, weight: Tensor, *norms: Tensor) -> list[Tensor]:
+        total, normed = added_norm(x, added, weight, eps)
+        turn = Turn(cos, sin, 8, norms=(norms[0], norms[1]), eps=eps)
+        return [total, gated(normed), *turned_groups(normed.view(3, 1, 6, 16), turn)]
+
+    def by_torch(x: Tensor, added: Tensor, weight: Tensor, *norms: Tensor) -> list[Tensor]:
+        normed = F.rms_norm(x + added, weight.shape, weight, eps)
+        (gate, up), heads = normed.chunk(2, -1), normed.view(3, 6, 16)
+        turned = []
+        for rows, norm in zip(heads[:, :5].split([4, 1], 1), norms, strict=True):
+            first, second = F.rms_norm(rows, norm.shape, norm, eps).chunk(2, -1)
+            c, s = cos[:, None], sin[:, None]
+            turned.append(torch.cat([first * c - second * s, second * c + first * s], -1))
+        return [x + added, F.silu(gate) * up, *turned, heads[:, 5:]]
+
+    found, expected = (_with_gradients(made(*inputs), inputs) for made in (by_kernels, by_torch))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _with_gradients(results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Returns the results, and the gradients of the sum of their squares."""
+    squares = torch.stack([x.square().sum() for x in results])
+    return [*(x.detach() for x in results), *torch.autograd.grad(squares.sum(), inputs)]

@@ -1,8 +1,9 @@
 """Tests of the fused kernels of layers, in Triton's interpreter: values and gradients equal torch's in fp64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models import fused, layer_kernels
+from rltrain.models import attention, fused, layer_kernels
 from tests.support.fused_references import EPS, KINDS, agrees, normal, plain_norm, plain_turn, turn_of
 from tests.support.triton_interpreter import compiled
 
@@ -179,3 +180,32 @@ def test_kernels_compile_for_gpus() -> None:
                 for name, by_architecture in compiled(module.__name__, group, num_warps).items():
                     for architecture, figures in by_architecture.items():
                         assert figures["spills"] == 0, (name, kind, architecture, figures)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ModuleType | None]]:
+    """Yields a function that chooses the kernels of a GPU, whose stand-in is the CPU."""
+    monkeypatch.setattr(attention, "FUSED_DEVICE", "cpu")
+    attention.fused_kernels.cache_clear()
+    yield lambda: attention.fused_kernels(torch.device("cpu"))
+    attention.fused_kernels.cache_clear()
+
+
+def test_kernels_that_agree_with_torch_are_chosen(chosen: Callable[[], ModuleType | None], caplog: Any) -> None:
+    assert chosen() is fused and not caplog.text
+
+
+@pytest.mark.parametrize("name", ["added_norm", "gated", "turned_groups"])
+def test_a_kernel_that_computes_other_gradients_is_not_chosen(
+    name: str, chosen: Callable[[], ModuleType | None], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    kernel = getattr(fused, name)
+
+    def without_some(*arguments: Any, **settings: Any) -> Any:
+        made = kernel(*arguments, **settings)
+        first, *others = made if isinstance(made, tuple) else (made,)
+        halved = first.detach() / 2 + first / 2  # the same values
+        return halved if isinstance(made, Tensor) else (halved, *others)
+
+    monkeypatch.setattr(fused, name, without_some)
+    assert chosen() is None and "layers use torch's operators, not fused Triton kernels" in caplog.text
