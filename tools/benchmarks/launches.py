@@ -283,9 +283,10 @@ def decode_step(num_slots: int, num_positions: int, folder: Path) -> Counts:
         free=lambda first, end: None,
     )
     with torch.inference_mode():
-        decoder = Decoder(model, Slots(blocks, num_slots, META), draw_by_kernel, None)
+        slots = Slots(blocks, num_slots, META, max_context_tokens=num_positions)
+        decoder = Decoder(model, slots, draw_by_kernel, None)
         step = partial(decoder.step, num_slots, num_positions, SamplingParams(1.0, 1.0, 0, 1, (0,)))
-        step()  # memory of the transcript and stop tokens
+        step()  # memory of the stop tokens
         return count(step)
 
 
