@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -46,6 +47,7 @@ def versions(device: torch.device) -> dict[str, Any]:
         "packages": found,
         "attention_enabled": enabled,
         "attention_packed": on_gpu and packed_kernel() is not None,
+        "attention_release": current_flash_attention_impl(),
         "attention_new_shape_ms": {
             "ours": _new_shapes(device, lambda q, k, v: attend(q, k, v, causal=True)),
             "torchs": _new_shapes(

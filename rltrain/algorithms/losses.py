@@ -148,9 +148,17 @@ def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (values.masked_fill(weights == 0, 0) * weights).sum()
 
 
+def response_totals(experience: Experience, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the scalar sum of each of `values` over response tokens, without gradients. Other values may be anything,
+    even NaN."""
+    outside = ~experience.response_mask
+    kinds = {name: one.dtype if one.is_floating_point() else torch.float32 for name, one in values.items()}
+    return {name: one.detach().masked_fill(outside, 0).sum(dtype=kinds[name]) for name, one in values.items()}
+
+
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     """Returns the scalar maximum over the mask, or 0 for an empty mask. Values must be at least 0."""
-    return torch.cat([values.detach()[mask], values.new_zeros(1)]).max()
+    return torch.cat([values.detach().masked_fill(~mask, 0), values.new_zeros(1)]).max()
 
 
 # SFT: mean negative log-likelihood of the response tokens.
@@ -167,7 +175,7 @@ def likelihood_loss() -> LossFunction:
         return LossOutput(
             loss=masked_sum(-logprobs, weights.factor),
             divisor=weights.divisor,
-            token_sums={} if entropy is None else {"entropy": masked_sum(entropy.detach(), weights.factor)},
+            token_sums=response_totals(experience, {} if entropy is None else {"entropy": entropy}),
         )
 
     return loss_function
@@ -364,7 +372,7 @@ def value_loss(clip: float | None) -> LossFunction:
         return LossOutput(
             loss=masked_sum(per_token, weights.factor),
             divisor=weights.divisor,
-            token_sums={name: masked_sum(value, mask.to(value.dtype)) for name, value in token_means.items()},
+            token_sums=response_totals(experience, token_means),
         )
 
     return loss_function

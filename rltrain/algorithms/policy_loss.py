@@ -20,6 +20,7 @@ from rltrain.algorithms.losses import (
     masked_max,
     masked_sum,
     of_response,
+    response_totals,
     sample_means,
     token_weights,
 )
@@ -418,12 +419,11 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
                 sums["teacher_loss"] = masked_sum(distance, weights.factor)
                 loss = loss + teacher.coef * sums["teacher_loss"]
         token_means |= {"ratio": tokens.ratio, "entropy": entropy, **surrogate.shares, **correction.token_means}
-        ones = experience.response_mask.float()
         return LossOutput(
             loss=loss,
             divisor=weights.divisor,
             sums={name: value.detach() for name, value in sums.items()},
-            token_sums={name: masked_sum(values.detach(), ones) for name, values in token_means.items()},
+            token_sums=response_totals(experience, token_means),
             maxima={"ratio_max": masked_max(tokens.ratio, tokens.mask), **maxima},
         )
 

@@ -140,8 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, *rest = given[given.index("-m") + 1 :]
     name, *rest = rest if module == RANK_MODULE else ("run", *rest)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT_S)
+    options = torchrun.parse_args(given)
+    if options.nproc_per_node != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it announces in five lines
     try:
-        torchrun.run(torchrun.parse_args(given))
+        torchrun.run(options)
     except SignalException as stopped:
         reason, status = f"stopped by {stopped.sigval.name}{_way_on(name, rest)}", 128 + stopped.sigval
     except ChildFailedError as failed:

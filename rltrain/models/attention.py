@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +34,17 @@ FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
 """Head sizes of the flash kernels: a multiple of the first, at most the second."""
+FLASH_RELEASES = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
+"""Releases of flash attention for GPUs, by the major number of their compute capability: torch's name of a release,
+and the module that brings it."""
 FUSED_DEVICE = "cuda"
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @cache
 def packed_kernel() -> Callable[..., object] | None:
-    """Returns torch's attention over packed rows (torch 2.11 or later), or None if it lacks a needed feature.
+    """Returns torch's attention over packed rows (torch 2.11 or later), or None if it lacks a needed feature. Its
+    kernels are those of the newest release of flash attention that is installed.
 
     It loads torch's compiler, and that takes a second. So call it only if the device has kernels for it.
     """
@@ -46,28 +52,68 @@ def packed_kernel() -> Callable[..., object] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return _with_grouped_heads(varlen_attn)
+    kernel = _with_grouped_heads(varlen_attn)
+    if kernel is not None:
+        newer_flash_attention(kernel)
+    return kernel
+
+
+def newer_flash_attention(kernel: Callable[..., object]) -> str | None:
+    """Gives torch's flash attention the kernels of FLASH_RELEASES, if they are installed for this GPU (torch 2.11 or
+    later). Returns torch's name of the release, or None if torch's own kernels stay: those of FlashAttention 2.
+
+    First `kernel`, attention over packed rows, is called with both. Results and gradients must agree.
+    """
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    name, module = FLASH_RELEASES.get(major, ("", ""))
+    try:
+        if not name or find_spec(module) is None:
+            return None
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+    except ImportError:  # an older torch, or a parent of the module is missing
+        return None
+    expected = _flash_example(kernel)
+    try:
+        activate_flash_attention_impl(name)
+        found = _flash_example(kernel)
+        agree = all(torch.allclose(*pair, rtol=2e-2, atol=2e-2) for pair in zip(found, expected, strict=True))
+        reason = "" if agree else "it differs from torch's own"
+    except Exception as refusal:  # any failure of a version, GPU or compiler
+        reason = f"{type(refusal).__name__}: {refusal}".split("\n")[0]
+    if reason:
+        restore_flash_attention_impl(_raise_warn=False)
+        logging.getLogger(__name__).warning("attention uses torch's own flash kernels, not %s: %s", name, reason)
+    return None if reason else name
+
+
+def _flash_example(kernel: Callable[..., object]) -> list[Tensor]:
+    """Returns attention within two sequences, with grouped heads and a window, and its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(40, heads, 64, generator=generator).to(FLASH_DEVICE, torch.bfloat16) for heads in (4, 2, 2)]
+    inputs = [x.requires_grad_() for x in rows]
+    ends = torch.tensor([0, 13, 40], dtype=torch.int32, device=FLASH_DEVICE)
+    made = kernel(*inputs, ends, ends, 27, 27, scale=0.125, window_size=_window_size(9, causal=True), enable_gqa=True)
+    assert isinstance(made, Tensor), "nothing else was asked for"
+    return [made.detach(), *torch.autograd.grad(made.float().square().sum(), inputs)]
 
 
 @cache
 def fused_kernels(device: torch.device) -> ModuleType | None:
     """Returns the module `fused` if its kernels work on `device`, or None. Then layers use torch's operators.
 
-    A first kernel is compared with torch's operators, because Triton also needs a C compiler and a driver.
+    They are compared with torch's operators first. Triton also needs a C compiler and a driver.
     """
     if device.type != FUSED_DEVICE:
         return None
     try:
         from rltrain.models import fused
 
-        x = torch.linspace(-1, 1, 96, device=device).view(2, 48)
-        found, expected = fused.gated(x), F.silu(x[:, :24]) * x[:, 24:]
-        reason = "" if torch.allclose(found, expected, atol=1e-5) else "SwiGLU differs from torch's"
+        fused.check(device)
     except Exception as refusal:  # any failure of a version, GPU, compiler or driver
         reason = f"{type(refusal).__name__}: {refusal}".split("\n")[0]
-    if reason:
         logging.getLogger(__name__).warning("layers use torch's operators, not fused Triton kernels: %s", reason)
-    return None if reason else fused
+        return None
+    return fused
 
 
 def fused_kernels_for(x: Tensor) -> ModuleType | None:
@@ -259,7 +305,26 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-# Rotary frequencies, equal in training and engines.
+# Rotary frequencies and rotations, equal in training and engines.
+
+
+class Turn(NamedTuple):
+    """How kernels normalize and rotate heads.
+
+    The first `half` elements of rows of `cos` and `sin` belong to the first 2 * half elements of a head. Rows are those
+    of the tokens, or `angle_rows` [tokens] has the row of each token. With `pairs` neighbouring elements are rotated
+    together, and the results are written as halves. Without `norms` heads are only rotated; norms multiply by the
+    weights of queries and of keys plus `offset`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    half: int
+    pairs: bool = False
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    angle_rows: Tensor | None = None
 
 
 def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:

@@ -1,28 +1,33 @@
 """Formulas of a layer as single Triton kernels, with gradients: norms, head norms with rotation, gated activations.
 
-Import this module only if Triton is installed; `attention.fused_kernels` returns it where its kernels hold. Arithmetic
-is fp32, and every output is rounded once. Backward recomputes what a formula needs from its inputs. Sums over tokens,
-for gradients of norms' weights, are first made per program and then added by another kernel.
+Import this module only if Triton is installed; `attention.fused_kernels` returns it where its kernels hold. Forward
+kernels are those of `layer_kernels`. Backward recomputes what a formula needs from its inputs. Sums over tokens, for
+gradients of norms' weights, are first made per program and then added by another kernel.
 """
 
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 16
-"""Heads that a program rotates at a time."""
-COLUMNS = 1024
-"""Elements that a program of a gated activation takes: of one row, or of several short ones."""
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel. All launches of this module pass here, so that benchmarks can count them."""
-    kernel[grid](*arguments, **constants)
+from rltrain.models import layer_kernels
+from rltrain.models.attention import Turn
+from rltrain.models.layer_kernels import (
+    ROWS,
+    columns_of_head,
+    copy_heads,
+    inverse_rms,
+    read,
+    read_head,
+    share,
+    write,
+    write_head,
+)
 
 
 @cache
@@ -61,66 +66,37 @@ def _summed(parts: Tensor, num_first: int, first: Tensor, second: Tensor | None 
     size = parts.size(1)
     grid = triton.cdiv(size, 128), 1 if second is None else 2
     other = first if second is None else second
-    launch(_sum_parts, grid, parts, first, other, num_first, len(parts), size, block=128, rows=ROWS)
+    layer_kernels.launch(_sum_parts, grid, parts, first, other, num_first, len(parts), size, block=128, rows=ROWS)
 
 
-# RMS norms of rows, with an addition before: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
-
-
-@triton.jit
-def _norm_forward(
-    x, added, weight, total, normed, num_rows, size, eps, offset, has_added: tl.constexpr, rows: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    """Normalizes `rows` rows per program. With `has_added` a row is the rounded sum of two, and `total` gets it."""
-    row, column = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, block)
-    mask = (row < num_rows)[:, None] & (column < size)[None, :]
-    place = row[:, None] * size + column[None, :]
-    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    if has_added:
-        values += tl.load(added + place, mask=mask, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + place, rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(values * values, 1) / size + eps)
-    gain = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
-    result = values * scale[:, None] * gain[None, :]
-    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=mask)
+# RMS norms of rows, with an addition before.
 
 
 @triton.jit
 def _norm_backward(
-    gradient, of_total, total, weight, of_rows, parts, num_rows, size, eps, offset,
-    has_of_total: tl.constexpr, has_parts: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    gradient, of_total, total, weight, of_rows, parts, num_rows, size, eps, offset, rows: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of rows, and this program's part of the gradient of the weight."""
     column = tl.arange(0, block)
-    gain = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
+    gain = read(weight + column, column < size) + offset
     part = tl.zeros([block], tl.float32)
     for start in range(tl.program_id(0) * rows, num_rows, tl.num_programs(0) * rows):
         row = start + tl.arange(0, rows).to(tl.int64)
         mask = (row < num_rows)[:, None] & (column < size)[None, :]
         place = row[:, None] * size + column[None, :]
-        values = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
-        given = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
-        scale = (1 / tl.sqrt(tl.sum(values * values, 1) / size + eps))[:, None]
+        values, given = read(total + place, mask), read(gradient + place, mask)
+        scale = inverse_rms(tl.sum(values * values, 1), size, eps)[:, None]
         values *= scale
-        if has_parts:
+        if parts is not None:
             part += tl.sum(given * values, 0)
         given *= gain[None, :]
         result = (given - values * (tl.sum(given * values, 1) / size)[:, None]) * scale
-        if has_of_total:
-            result += tl.load(of_total + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(of_rows + place, result.to(of_rows.dtype.element_ty), mask=mask)
-    if has_parts:
+        if of_total is not None:
+            result += read(of_total + place, mask)
+        write(of_rows + place, result, mask)
+    if parts is not None:
         tl.store(parts + tl.program_id(0) * size + column, part, mask=column < size)
-
-
-def _tile(size: int, elements: int = 2048) -> dict[str, int]:
-    """Returns the tile of a program that has whole rows: about so many elements."""
-    block = triton.next_power_of_2(size)
-    rows = max(1, elements // block)
-    return {"rows": rows, "block": block, "num_warps": min(16, max(4, rows * block // 512))}
 
 
 class _AddedNorm(torch.autograd.Function):
@@ -133,14 +109,14 @@ class _AddedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float) -> Any:
         """Returns the total and the norm, or only the norm if nothing is added."""
-        x, added = x.contiguous(), None if added is None else added.contiguous()
-        total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
-        normed = torch.empty_like(x, dtype=weight.dtype)
-        size = x.size(-1)
-        num_rows, tile, other = x.numel() // size, _tile(size), x if added is None else added
-        grid, numbers = (triton.cdiv(num_rows, tile["rows"]),), (num_rows, size, eps, offset)
-        launch(_norm_forward, grid, x, other, weight, total, normed, *numbers, has_added=added is not None, **tile)
-        ctx.save_for_backward(total, weight)
+        size, x, added, total = x.size(-1), x.contiguous(), None if added is None else added.contiguous(), None
+        if added is not None:
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
+        of_added, of_total = (None if one is None else one.view(-1, size) for one in (added, total))
+        rows = layer_kernels.add_norm(x.view(-1, size), of_added, weight, eps=eps, offset=offset, total=of_total)
+        assert rows is not None
+        normed = rows.view(x.shape)
+        ctx.save_for_backward(x if total is None else total, weight)
         ctx.eps, ctx.offset, ctx.types = eps, offset, (x.dtype, None if added is None else added.dtype)
         ctx.set_materialize_grads(False)
         return normed if added is None else (total, normed)
@@ -162,24 +138,21 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     size = total.size(-1)
     num_rows = total.numel() // size
-    of_rows, of_normed = torch.empty_like(total), of_normed.contiguous()
-    needs_weight = ctx.needs_input_grad[2]
-    tile = _tile(size)
+    of_rows, of_weight, parts = torch.empty_like(total), None, None
+    tile = layer_kernels.tile(size)
     programs = _num_programs(total, triton.cdiv(num_rows, tile["rows"]))
-    parts = torch.empty(programs if needs_weight else 1, size, device=total.device, dtype=torch.float32)
-    launch(
+    if ctx.needs_input_grad[2]:
+        of_weight = torch.empty_like(weight)
+        parts = torch.empty(programs, size, device=total.device, dtype=torch.float32)
+    layer_kernels.launch(
         _norm_backward,
         (programs,),
-        *(of_normed, of_normed if of_total is None else of_total.contiguous(), total, weight, of_rows, parts),
+        *(of_normed.contiguous(), None if of_total is None else of_total.contiguous(), total, weight, of_rows, parts),
         *(num_rows, size, ctx.eps, ctx.offset),
-        has_of_total=of_total is not None,
-        has_parts=needs_weight,
         **tile,
     )
-    if not needs_weight:
-        return of_rows, None
-    of_weight = torch.empty_like(weight)
-    _summed(parts, programs, of_weight)
+    if of_weight is not None and parts is not None:
+        _summed(parts, programs, of_weight)
     return of_rows, of_weight
 
 
@@ -199,86 +172,39 @@ def added_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: flo
 
 
 @triton.jit
-def _share(x, is_gelu: tl.constexpr):
-    """Returns the factor s of x in an activation x * s, and the derivative of x * s.
-
-    SiLU has the logistic function of x. GELU's tanh approximation has that of twice a polynomial (Hendrycks and Gimpel
-    2016, arXiv:1606.08415, section 2).
-    """
-    z, slope = x, 1.0
-    if is_gelu:
-        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 * sqrt(2 / pi)
-        slope = 1.5957691216057308 * (1 + 0.134145 * x * x)
-    share = tl.sigmoid(z)
-    return share, share * (1 + x * (1 - share) * slope)
-
-
-@triton.jit
-def _gate_forward(
-    gate, up, made, num_rows, gate_stride, up_stride, size, is_gelu: tl.constexpr, rows: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    """Computes activation(gate) * up for some columns of some rows per program."""
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
-    column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
-    mask = (row < num_rows) & (column < size)
-    x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    share, _ = _share(x, is_gelu)
-    tl.store(made + row * size + column, (x * share * y).to(made.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _gate_backward(
     gradient, gate, up, of_gate, of_up, num_rows, gate_stride, up_stride, of_gate_stride, of_up_stride, size,
-    is_gelu: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    activation: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of gate and up for some columns of some rows per program."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
     column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
     mask = (row < num_rows) & (column < size)
-    given = tl.load(gradient + row * size + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    share, slope = _share(x, is_gelu)
-    of_x = given * y * slope
-    tl.store(of_gate + row * of_gate_stride + column, of_x.to(of_gate.dtype.element_ty), mask=mask)
-    tl.store(of_up + row * of_up_stride + column, (given * x * share).to(of_up.dtype.element_ty), mask=mask)
-
-
-def _grid(gate: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    num_rows, size = gate.shape
-    block = min(COLUMNS, triton.next_power_of_2(size))
-    rows = COLUMNS // block
-    return (triton.cdiv(num_rows, rows), triton.cdiv(size, block)), {"rows": rows, "block": block}
-
-
-def _made(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
-    """Returns activation(gate) * up of [rows, size] each, whose rows may lie apart."""
-    num_rows, size = gate.shape
-    made = torch.empty(num_rows, size, device=gate.device, dtype=gate.dtype)
-    grid, tile = _grid(gate)
-    launch(_gate_forward, grid, gate, up, made, num_rows, gate.stride(0), up.stride(0), size, is_gelu=is_gelu, **tile)
-    return made
+    given = read(gradient + row * size + column, mask)
+    x, y = read(gate + row * gate_stride + column, mask), read(up + row * up_stride + column, mask)
+    factor, slope = share(x, activation)
+    write(of_gate + row * of_gate_stride + column, given * y * slope, mask)
+    write(of_up + row * of_up_stride + column, given * x * factor, mask)
 
 
 def _gate_gradients(
-    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, *, is_gelu: bool
+    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, *, activation: str
 ) -> None:
-    """Writes the gradients of gate and up, [rows, size] each."""
+    """Writes the gradients of gate and up, [rows, size] each, whose rows may lie apart."""
     num_rows, size = gate.shape
     strides = (x.stride(0) for x in (gate, up, of_gate, of_up))
-    grid, tile = _grid(gate)
-    launch(_gate_backward, grid, gradient, gate, up, of_gate, of_up, num_rows, *strides, size, is_gelu=is_gelu, **tile)
+    grid, tile = layer_kernels.grid_of_gates(num_rows, size)
+    tensors = gradient, gate, up, of_gate, of_up
+    layer_kernels.launch(_gate_backward, grid, *tensors, num_rows, *strides, size, activation=activation, **tile)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, is_gelu: bool) -> Tensor:
-        gate_up, ctx.is_gelu = gate_up.contiguous(), is_gelu
+    def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
+        gate_up, ctx.activation = gate_up.contiguous(), activation
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.flatten(0, -2).chunk(2, -1)
-        made = _made(gate, up, is_gelu)
+        made = layer_kernels.gate_rows(gate, up, activation)
         return made.view(*gate_up.shape[:-1], gate_up.size(-1) // 2)
 
     @staticmethod
@@ -287,16 +213,16 @@ class _Gated(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         result = torch.empty_like(gate_up)
         rows = (*gate_up.flatten(0, -2).chunk(2, -1), *result.flatten(0, -2).chunk(2, -1))
-        _gate_gradients(gradients[0].contiguous().flatten(0, -2), *rows, is_gelu=ctx.is_gelu)
+        _gate_gradients(gradients[0].contiguous().flatten(0, -2), *rows, activation=ctx.activation)
         return result, None
 
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
-        gate, up, ctx.is_gelu = gate.contiguous(), up.contiguous(), is_gelu
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        gate, up, ctx.activation = gate.contiguous(), up.contiguous(), activation
         ctx.save_for_backward(gate, up)
-        return _made(gate.flatten(0, -2), up.flatten(0, -2), is_gelu).view(gate.shape)
+        return layer_kernels.gate_rows(gate.flatten(0, -2), up.flatten(0, -2), activation).view(gate.shape)
 
     @staticmethod
     @once_differentiable
@@ -304,7 +230,7 @@ class _GatedProduct(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         rows = (x.flatten(0, -2) for x in (gradients[0].contiguous(), gate, up, of_gate, of_up))
-        _gate_gradients(*rows, is_gelu=ctx.is_gelu)
+        _gate_gradients(*rows, activation=ctx.activation)
         return of_gate, of_up, None
 
 
@@ -313,120 +239,30 @@ def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
 
     With `is_gelu` the activation is GELU's tanh approximation.
     """
-    made: Tensor = _Gated.apply(gate_up, is_gelu)
+    made: Tensor = _Gated.apply(gate_up, "gelu_tanh" if is_gelu else "silu")
     return made
 
 
 def gated_product(gate: Tensor, up: Tensor, is_gelu: bool = False) -> Tensor:
     """Returns the product of `gated` for separate gate and up, [..., n] each."""
-    made: Tensor = _GatedProduct.apply(gate, up, is_gelu)
+    made: Tensor = _GatedProduct.apply(gate, up, "gelu_tanh" if is_gelu else "silu")
     return made
 
 
-# Norms of heads and their rotation: Su et al. 2021, "RoFormer".
-
-
-class Turn(NamedTuple):
-    """How heads are normalized and rotated.
-
-    The first `half` elements of rows of `cos` and `sin`, [tokens, at least half], belong to the first 2 * half elements
-    of a head. With `pairs` neighbouring elements are rotated together, and the results are written as halves. Without
-    `norms` heads are only rotated; norms multiply by the weights of queries and of keys plus `offset`.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    half: int
-    pairs: bool = False
-    norms: tuple[Tensor, Tensor] | None = None
-    eps: float = 0.0
-    offset: float = 0.0
-
-
-@triton.jit
-def _three(pointers, first, second, rest, in_half, in_rest):
-    """Loads the two halves that are rotated together, and the elements that are not, as fp32."""
-    a = tl.load(pointers + first, mask=in_half, other=0.0).to(tl.float32)
-    b = tl.load(pointers + second, mask=in_half, other=0.0).to(tl.float32)
-    return a, b, tl.load(pointers + rest, mask=in_rest, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_three(pointers, first, second, rest, in_half, in_rest, a, b, c):
-    tl.store(pointers + first, a.to(pointers.dtype.element_ty), mask=in_half)
-    tl.store(pointers + second, b.to(pointers.dtype.element_ty), mask=in_half)
-    tl.store(pointers + rest, c.to(pointers.dtype.element_ty), mask=in_rest)
-
-
-@triton.jit
-def _columns(head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, half_block: tl.constexpr,
-             rest_block: tl.constexpr):  # fmt: skip
-    """Returns a head's columns: those of the halves in inputs and in results, the others, and which of them exist."""
-    column, rest = tl.arange(0, half_block), 2 * half + tl.arange(0, rest_block)
-    first, second = (2 * column, 2 * column + 1) if is_pairs else (column, column + half)
-    return first, second, column, column + half, rest, column < half, rest < head_dim
-
-
-@triton.jit
-def _turn_rows(
-    x, made, weight, cos, sin, first_row, num_rows, num_heads, group, token_stride, group_stride, angle_stride,
-    eps, offset, head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, has_norm: tl.constexpr,
-    rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
-):  # fmt: skip
-    """Normalizes and rotates `rows` heads. Row t * num_heads + h is head h of token t, and h // group its group."""
-    row = first_row + tl.arange(0, rows)
-    is_there = (row < num_rows)[:, None]
-    token, head = (row // num_heads).to(tl.int64), row % num_heads
-    source = x + (token * token_stride + (head // group) * group_stride + (head % group) * head_dim)[:, None]
-    first, second, half_1, half_2, others, in_half, in_rest = _columns(head_dim, half, is_pairs, half_block, rest_block)
-    mask, rest_mask = is_there & in_half[None, :], is_there & in_rest[None, :]
-    a, b, rest = _three(source, first[None, :], second[None, :], others[None, :], mask, rest_mask)
-    if has_norm:
-        squares = tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1)
-        scale = (1 / tl.sqrt(squares / head_dim + eps))[:, None]
-        gain_a, gain_b, gain_rest = _three(weight, first, second, others, in_half, in_rest)
-        a, b = a * scale * (gain_a + offset)[None, :], b * scale * (gain_b + offset)[None, :]
-        rest = rest * scale * (gain_rest + offset)[None, :]
-    angle = (token * angle_stride)[:, None] + half_1[None, :]
-    c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
-    target, columns = made + (row.to(tl.int64) * head_dim)[:, None], (half_1[None, :], half_2[None, :], others[None, :])
-    _store_three(target, columns[0], columns[1], columns[2], mask, rest_mask, a * c - b * s, b * c + a * s, rest)
-
-
-@triton.jit
-def _turn_forward(
-    queries, keys, made_queries, made_keys, query_weight, key_weight, cos, sin, num_tokens, num_queries, num_keys,
-    group, query_token_stride, query_group_stride, key_token_stride, key_group_stride, angle_stride, eps, offset,
-    head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, has_norm: tl.constexpr, rows: tl.constexpr,
-    half_block: tl.constexpr, rest_block: tl.constexpr,
-):  # fmt: skip
-    """Normalizes and rotates heads. The first programs have those of queries, the others those of keys."""
-    number = tl.program_id(0)
-    num_first = tl.cdiv(num_tokens * num_queries, rows)
-    if number < num_first:
-        _turn_rows(
-            queries, made_queries, query_weight, cos, sin, number * rows, num_tokens * num_queries, num_queries, group,
-            query_token_stride, query_group_stride, angle_stride, eps, offset,
-            head_dim, half, is_pairs, has_norm, rows, half_block, rest_block,
-        )  # fmt: skip
-    else:
-        _turn_rows(
-            keys, made_keys, key_weight, cos, sin, (number - num_first) * rows, num_tokens * num_keys, num_keys, 1,
-            key_token_stride, key_group_stride, angle_stride, eps, offset,
-            head_dim, half, is_pairs, has_norm, rows, half_block, rest_block,
-        )  # fmt: skip
+# Norms of heads and their rotation.
 
 
 @triton.jit
 def _turn_back_rows(
-    gradient, x, of_x, weight, cos, sin, part, first_row, step_rows, num_rows, num_heads, group,
+    gradient, x, of_x, weight, cos, sin, parts, number, first_row, step_rows, num_rows, num_heads, group,
     token_stride, group_stride, of_token_stride, of_group_stride, angle_stride, eps, offset,
-    head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, has_norm: tl.constexpr,
-    has_parts: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
+    head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
+    rest_block: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of heads, `rows` at a time, and this program's part of the weight's gradient."""
-    first, second, half_1, half_2, others, in_half, in_rest = _columns(head_dim, half, is_pairs, half_block, rest_block)
+    first, second, half_1, half_2, others, in_half, in_rest = columns_of_head(
+        head_dim, half, is_pairs, half_block, rest_block
+    )
     part_a, part_b = tl.zeros([half_block], tl.float32), tl.zeros([half_block], tl.float32)
     part_rest = tl.zeros([rest_block], tl.float32)
     for start in range(first_row, num_rows, step_rows):
@@ -436,22 +272,20 @@ def _turn_back_rows(
         token, head = (row // num_heads).to(tl.int64), row % num_heads
         place = (head % group) * head_dim
         given = gradient + (row.to(tl.int64) * head_dim)[:, None]
-        turned_a, turned_b, of_rest = _three(
+        turned_a, turned_b, of_rest = read_head(
             given, half_1[None, :], half_2[None, :], others[None, :], mask, rest_mask
         )  # fmt: skip
         angle = (token * angle_stride)[:, None] + half_1[None, :]
-        c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+        c, s = read(cos + angle, mask), read(sin + angle, mask)
         of_a, of_b = turned_a * c + turned_b * s, turned_b * c - turned_a * s
-        if has_norm:
+        if weight is not None:
             source = x + (token * token_stride + (head // group) * group_stride + place)[:, None]
-            a, b, rest = _three(source, first[None, :], second[None, :], others[None, :], mask, rest_mask)
-            squares = tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1)
-            scale = (1 / tl.sqrt(squares / head_dim + eps))[:, None]
+            a, b, rest = read_head(source, first[None, :], second[None, :], others[None, :], mask, rest_mask)
+            scale = inverse_rms(tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1), head_dim, eps)[:, None]
             a, b, rest = a * scale, b * scale, rest * scale
             part_a, part_b = part_a + tl.sum(of_a * a, 0), part_b + tl.sum(of_b * b, 0)
             part_rest += tl.sum(of_rest * rest, 0)
-            gain_a, gain_b, gain_rest = _three(weight, first, second, others, in_half, in_rest)
+            gain_a, gain_b, gain_rest = read_head(weight, first, second, others, in_half, in_rest)
             of_a, of_b = of_a * (gain_a + offset)[None, :], of_b * (gain_b + offset)[None, :]
             of_rest *= (gain_rest + offset)[None, :]
             along = ((tl.sum(of_a * a + of_b * b, 1) + tl.sum(of_rest * rest, 1)) / head_dim)[:, None]
@@ -461,9 +295,9 @@ def _turn_back_rows(
                 (of_rest - rest * along) * scale,
             )
         target = of_x + (token * of_token_stride + (head // group) * of_group_stride + place)[:, None]
-        _store_three(target, first[None, :], second[None, :], others[None, :], mask, rest_mask, of_a, of_b, of_rest)
-    if has_parts:
-        _store_three(part, first, second, others, in_half, in_rest, part_a, part_b, part_rest)
+        write_head(target, first[None, :], second[None, :], others[None, :], mask, rest_mask, of_a, of_b, of_rest)
+    if parts is not None:
+        write_head(parts + number * head_dim, first, second, others, in_half, in_rest, part_a, part_b, part_rest)
 
 
 @triton.jit
@@ -473,70 +307,35 @@ def _turn_backward(
     query_token_stride, query_group_stride, key_token_stride, key_group_stride,
     into_query_token, into_query_group, into_key_token, into_key_group, value_token, value_head,
     angle_stride, eps, offset,
-    head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, has_norm: tl.constexpr,
-    has_parts: tl.constexpr, has_values: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
+    head_dim: tl.constexpr, half: tl.constexpr, is_pairs: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
     rest_block: tl.constexpr, head_block: tl.constexpr,
 ):  # fmt: skip
     """Computes gradients of heads. The first programs take queries. The others take keys, and copy values."""
     number, count = tl.program_id(0), tl.num_programs(0)
     if number < num_first:
         _turn_back_rows(
-            of_queries, queries, into_queries, query_weight, cos, sin, parts + number * head_dim,
+            of_queries, queries, into_queries, query_weight, cos, sin, parts, number,
             number * rows, num_first * rows, num_tokens * num_queries, num_queries, group,
             query_token_stride, query_group_stride, into_query_token, into_query_group, angle_stride, eps,
             offset,
-            head_dim, half, is_pairs, has_norm, has_parts, rows, half_block, rest_block,
+            head_dim, half, is_pairs, rows, half_block, rest_block,
         )  # fmt: skip
     else:
-        first, step = (number - num_first) * rows, (count - num_first) * rows
+        first, step, num_rows = (number - num_first) * rows, (count - num_first) * rows, num_tokens * num_keys
         _turn_back_rows(
-            of_keys, keys, into_keys, key_weight, cos, sin, parts + number * head_dim,
-            first, step, num_tokens * num_keys, num_keys, 1,
+            of_keys, keys, into_keys, key_weight, cos, sin, parts, number,
+            first, step, num_rows, num_keys, 1,
             key_token_stride, key_group_stride, into_key_token, into_key_group, angle_stride, eps,
             offset,
-            head_dim, half, is_pairs, has_norm, has_parts, rows, half_block, rest_block,
+            head_dim, half, is_pairs, rows, half_block, rest_block,
         )  # fmt: skip
-        if has_values:
-            column = tl.arange(0, head_block)
-            for start in range(first, num_tokens * num_keys, step):
+        if into_values is not None:
+            for start in range(first, num_rows, step):
                 row = start + tl.arange(0, rows)
-                mask = (row < num_tokens * num_keys)[:, None] & (column < head_dim)[None, :]
-                token, head = (row // num_keys).to(tl.int64), row % num_keys
-                given = of_values + (token * value_token + head * value_head)[:, None] + column[None, :]
-                target = into_values + (token * into_key_token + head * into_key_group)[:, None] + column[None, :]
-                tl.store(target, tl.load(given, mask=mask, other=0.0), mask=mask)
-
-
-def _columns_of(turn: Turn, head_dim: int) -> dict[str, Any]:
-    rest = head_dim - 2 * turn.half
-    return {
-        "head_dim": head_dim,
-        "half": turn.half,
-        "is_pairs": turn.pairs,
-        "has_norm": turn.norms is not None,
-        "rows": ROWS,
-        "half_block": triton.next_power_of_2(turn.half),
-        "rest_block": triton.next_power_of_2(max(1, rest)),
-    }
-
-
-def _turned(queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Returns normalized and rotated queries [tokens, groups * heads of a group, head_dim] and keys [tokens, groups,
-    head_dim], contiguous, from queries [tokens, groups, heads of a group, head_dim] and keys of the result's shape."""
-    num_tokens, groups, group, head_dim = queries.shape
-    num_keys = keys.size(1)
-    made_queries = torch.empty(num_tokens, groups * group, head_dim, device=queries.device, dtype=queries.dtype)
-    made_keys = torch.empty(num_tokens, num_keys, head_dim, device=keys.device, dtype=keys.dtype)
-    counts = num_tokens * groups * group, num_tokens * num_keys
-    launch(
-        _turn_forward,
-        (sum(triton.cdiv(count, ROWS) for count in counts),),
-        *(queries, keys, made_queries, made_keys, *(turn.norms or (keys, keys)), turn.cos, turn.sin),
-        *(num_tokens, groups * group, num_keys, group, *queries.stride()[:2], *keys.stride()[:2]),
-        *(turn.cos.stride(0), turn.eps, turn.offset),
-        **_columns_of(turn, head_dim),
-    )
-    return made_queries, made_keys
+                copy_heads(
+                    of_values, into_values, row, (row // num_keys).to(tl.int64), num_rows, num_keys,
+                    value_token, value_head, into_key_token, into_key_group, head_dim, head_block,
+                )  # fmt: skip
 
 
 class _Rows(NamedTuple):
@@ -553,7 +352,7 @@ def _turned_back(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Writes the gradients of `heads` to `into`. Returns those of the norms' weights.
 
-    `gradients` are those of `_turned`, with the shape of its results, and of the values.
+    `gradients` are those of `turn_heads`, with the shape of its results, and of the values.
     """
     num_tokens, groups, group, head_dim = heads.queries.shape
     num_keys = heads.keys.size(1)
@@ -561,26 +360,24 @@ def _turned_back(
     programs = _num_programs(heads.queries, max(1, sum(counts)))
     num_first = min(max(1, round(programs * counts[0] / max(1, sum(counts)))), max(1, programs - 1))
     programs = max(programs, num_first + 1)
-    shape = (programs, head_dim) if needs_weights else (1, 1)
-    parts = torch.empty(shape, device=heads.queries.device, dtype=torch.float32)
-    values, of_values = (heads.keys if x is None else x for x in (into.values, gradients.values))
-    launch(
+    parts = None
+    if needs_weights:
+        parts = torch.empty(programs, head_dim, device=heads.queries.device, dtype=torch.float32)
+    value_strides = (None, None) if gradients.values is None else gradients.values.stride()[:2]
+    layer_kernels.launch(
         _turn_backward,
         (programs,),
-        *(gradients.queries.contiguous(), gradients.keys.contiguous(), of_values, heads.queries, heads.keys),
-        *(into.queries, into.keys, values, *(turn.norms or (heads.keys, heads.keys)), turn.cos, turn.sin, parts),
+        *(gradients.queries.contiguous(), gradients.keys.contiguous(), gradients.values),
+        *(heads.queries, heads.keys, *into, *(turn.norms or (None, None)), turn.cos, turn.sin, parts),
         *(num_first, num_tokens, groups * group, num_keys, group),
         *(*heads.queries.stride()[:2], *heads.keys.stride()[:2]),
-        *(*into.queries.stride()[:2], *into.keys.stride()[:2], *of_values.stride()[:2]),
+        *(*into.queries.stride()[:2], *into.keys.stride()[:2], *value_strides),
         *(turn.cos.stride(0), turn.eps, turn.offset),
-        has_parts=needs_weights,
-        has_values=into.values is not None,
-        head_block=triton.next_power_of_2(head_dim),
-        **_columns_of(turn, head_dim),
+        rows=ROWS,
+        **layer_kernels.columns_of(turn, head_dim),
     )
-    if not needs_weights:
+    if parts is None or turn.norms is None:
         return None, None
-    assert turn.norms is not None
     of_queries, of_keys = (torch.empty_like(weight) for weight in turn.norms)
     _summed(parts, num_first, of_queries, of_keys)
     return of_queries, of_keys
@@ -598,7 +395,7 @@ class _TurnedGroups(torch.autograd.Function):
         has_norms = query_weight is not None and key_weight is not None
         # Without norms the gradients depend on the angles alone.
         ctx.save_for_backward(*((heads, query_weight, key_weight) if has_norms else ()))
-        return *_turned(rows.queries, rows.keys, turn), rows.values
+        return *layer_kernels.turn_heads(rows.queries, rows.keys, turn), rows.values
 
     @staticmethod
     @once_differentiable
@@ -613,9 +410,9 @@ class _TurnedGroups(torch.autograd.Function):
 
 class _TurnedPair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, turn: Turn) -> Any:
         ctx.turn = turn
-        return _turned(queries[:, None], keys, turn)
+        return layer_kernels.turn_heads(queries[:, None], keys, turn)
 
     @staticmethod
     @once_differentiable
@@ -642,3 +439,36 @@ def turned_pair(queries: Tensor, keys: Tensor, turn: Turn) -> tuple[Tensor, Tens
     in_rows = (x if x.stride()[1:] == (x.size(2), 1) else x.contiguous() for x in (queries, keys))
     turned: tuple[Tensor, Tensor] = _TurnedPair.apply(*in_rows, turn)
     return turned
+
+
+def check(device: torch.device) -> None:
+    """Raises an error if kernels fail on `device`, or if their results or gradients differ from those of torch."""
+    generator, eps = torch.Generator().manual_seed(0), 1e-6
+    shapes = (3, 96), (3, 96), (96,), (16,), (16,)
+    inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    angles = torch.randn(3, 8, generator=generator).to(device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def by_kernels(x: Tensor, added: Tensor, weight: Tensor, *norms: Tensor) -> list[Tensor]:
+        total, normed = added_norm(x, added, weight, eps)
+        turn = Turn(cos, sin, 8, norms=(norms[0], norms[1]), eps=eps)
+        return [total, gated(normed), *turned_groups(normed.view(3, 1, 6, 16), turn)]
+
+    def by_torch(x: Tensor, added: Tensor, weight: Tensor, *norms: Tensor) -> list[Tensor]:
+        normed = F.rms_norm(x + added, weight.shape, weight, eps)
+        (gate, up), heads = normed.chunk(2, -1), normed.view(3, 6, 16)
+        turned = []
+        for rows, norm in zip(heads[:, :5].split([4, 1], 1), norms, strict=True):
+            first, second = F.rms_norm(rows, norm.shape, norm, eps).chunk(2, -1)
+            c, s = cos[:, None], sin[:, None]
+            turned.append(torch.cat([first * c - second * s, second * c + first * s], -1))
+        return [x + added, F.silu(gate) * up, *turned, heads[:, 5:]]
+
+    found, expected = (_with_gradients(made(*inputs), inputs) for made in (by_kernels, by_torch))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _with_gradients(results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Returns the results, and the gradients of the sum of their squares."""
+    squares = torch.stack([x.square().sum() for x in results])
+    return [*(x.detach() for x in results), *torch.autograd.grad(squares.sum(), inputs)]

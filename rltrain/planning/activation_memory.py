@@ -332,7 +332,7 @@ class Activations:
         is_whole = not (self.job.grids[self.role].is_sharded or a.mla)
         has_both = is_whole or (a.qk_norm and not frozen_norms)
         inputs = queries + keys + kept_values + (queries + keys if has_both else 0)
-        gathers = self.job.has_local_layers(self.role) and config.model.cp_communication != "all_to_all"
+        gathers = self.job.attends_locally(self.role) and config.model.cp_communication != "all_to_all"
         all_ranks = self.job.grids[self.role].cp if gathers else 1
         copies = (keys + kept_values) * all_ranks if self._pads or all_ranks > 1 else 0
         copies += queries + values if self._pads else 0

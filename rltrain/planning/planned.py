@@ -341,6 +341,12 @@ class PlannedJob:
         """Returns whether backward recomputes this part of every layer on its own."""
         return module in self.config.model.recomputed.chosen(transformer_engine=self.has_te_layers(role))
 
+    def attends_locally(self, role: str) -> bool:
+        """Returns whether Megatron's own attention runs. Under context parallelism it runs for shared prefixes too."""
+        grid = self.grids[role]
+        is_cut = grid.cp > 1 and not grid.is_sharded
+        return self.has_local_layers(role) or (is_cut and self.computed_of_longest(role).share < 1)
+
     @property
     def attends_packed(self) -> bool:
         """Whether one attention kernel takes the packed sequences of a micro-batch. There is no such kernel for
@@ -389,16 +395,12 @@ class PlannedJob:
         others = 0 if role in trained_roles() else self.shape.greedy_per_group
         return prompts * (self.shape.samples_per_group + others)
 
-    def share_prefixes_of(self, role: str, *, trains: bool) -> SharePrefixes:
+    def share_prefixes_of(self, role: str) -> SharePrefixes:
         """Returns whether a role's model computes the prompt of several samples once.
 
-        Some layers take whole sequences (`obstacle_to_sharing`), and a layer for a further token learns from them. An
-        agent's episode has any number of samples with unknown contexts, so nothing of them is assumed to be shared.
+        An agent's episode has any number of samples with unknown contexts, so nothing of them is assumed to be shared.
         """
-        takes_whole = self.has_te_layers(role) and (self.architectures[role].mla is not None or self.grids[role].cp > 1)
-        if takes_whole or (trains and self.config.predicts(role)) or self.has_agents:
-            return False
-        return self.config.share_prefixes_of(role)
+        return False if self.has_agents else self.config.share_prefixes_of(role)
 
     @property
     def has_agents(self) -> bool:
@@ -414,8 +416,10 @@ class PlannedJob:
         elif role not in trained_roles():
             num_samples += shape.greedy_per_group
         num_samples = 2 if shape.from_pairs else num_samples
-        how, limit = self.share_prefixes_of(role, trains=trains), self.micro_batch_limit(role)
-        return Computed.of(prompt, response, num_samples, limit, how, splits=not shape.from_pairs)
+        how, limit = self.share_prefixes_of(role), self.micro_batch_limit(role)
+        # The layer for a further token also takes the next token, so a prompt's last row belongs to one response.
+        ahead = int(trains and self.config.predicts(role))
+        return Computed.of(prompt - ahead, response + ahead, num_samples, limit, how, splits=not shape.from_pairs)
 
     def computed_of_longest(self, role: str) -> Computed:
         """Returns the computed part of samples in training, or of a role that only evaluates, if all have the longest

@@ -304,7 +304,7 @@ class TrainingTime:
             output = values if a.mla else a.query_size
             return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
         sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
-        return sent if self.job.has_local_layers(self.role) else max(sent - attention_s, 0.0)
+        return sent if self.job.attends_locally(self.role) else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
         """Returns the factor on products of experts for uneven loads and partly filled tiles."""

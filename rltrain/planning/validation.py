@@ -45,7 +45,6 @@ OPTIMIZER = {
 MODEL = {
     "activation_offload": "rltrain does not control the activations of transformers' layers",
     "residual_dtype": "transformers' layers add in model.dtype",
-    "head_dtype": "transformers computes logits in model.dtype",
 }
 
 

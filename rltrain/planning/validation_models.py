@@ -285,11 +285,6 @@ def mtp_problems(config: Config) -> Iterator[str]:
         yield f"{ASKED} with model.lora, which trains only adapters; expected only one of the two"
     if model.residual_dtype is not None:
         yield f"model.residual_dtype: got {model.residual_dtype} with {MTP}; expected null"
-    if config.share_prefixes_of("actor") is True:
-        yield (
-            f"actor.share_prefixes: got true with {MTP}, whose layer takes the next token, which differs between "
-            "samples; expected auto, which shares in log-probs only, or false"
-        )
     reference_path, key = config.checkpoint_of("reference")
     if config.reference.refresh_every and not config.predicts("reference"):
         yield (

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import torch
@@ -61,29 +61,21 @@ class Scorables:
         self.columns = _wanted_columns(functions, dataset, file, config_key)
 
     def of(self, experience: Experience, step: int) -> list[Scorable]:
-        lengths = experience.lengths.tolist()
-        samples = zip(
-            experience.prompt_ids.tolist(),
-            experience.group_ids.tolist(),
-            experience.tokens.split(lengths),
-            experience.response_mask.split(lengths),
-            experience.turn_rewards.split(lengths),
-            strict=True,
-        )
+        places = [slice(begin, end) for begin, end in pairwise(experience.offsets().tolist())]
+        rows, groups = experience.prompt_ids.tolist(), experience.group_ids.tolist()
         of_samples = {"truncated": "truncated", "sample_id": "sample_ids"}
         more = {name: getattr(experience, of).tolist() for name, of in of_samples.items() if name in self.fields}
         return [
             Scorable(
                 self.dataset.prompt_text(row),
-                self.decoder.decode(tokens[mask].tolist()),
+                self.decoder.decode(response),
                 self.dataset[row].label,
                 group=group,
                 step=step,
-                **(self._asked_for(row, tokens, mask) if self.fields else {}),
-                **(self._from_environment(tokens, mask, rewards) if ENVIRONMENT_FIELDS & self.fields else {}),
+                **(self._asked_for(row, experience, places[index]) if self.fields else {}),
                 **{name: values[index] for name, values in more.items()},
             )
-            for index, (row, group, tokens, mask, rewards) in enumerate(samples)
+            for index, (row, group, response) in enumerate(zip(rows, groups, _responses(experience), strict=True))
         ]
 
     def conversation(self, experience: Experience, sample: int) -> list[Turn]:
@@ -132,8 +124,11 @@ class Scorables:
         parts = groupby(tokens, key=lambda token: token == images.image_token)
         return "".join(MARK if is_image else self.decoder.decode([*part]) for is_image, part in parts)
 
-    def _asked_for(self, row: int, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+    def _asked_for(self, row: int, experience: Experience, of_sample: slice) -> dict[str, Any]:
+        tokens, mask = experience.tokens[of_sample], experience.response_mask[of_sample]
         values: dict[str, Any] = {}
+        if ENVIRONMENT_FIELDS & self.fields:
+            values |= self._from_environment(tokens, mask, experience.turn_rewards[of_sample])
         if "messages" in self.fields:
             prompt = self.dataset[row].prompt
             values["messages"] = () if isinstance(prompt, str) else with_references(prompt)
@@ -163,6 +158,14 @@ def next_turns(mask: Tensor, ends: Sequence[int]) -> list[int]:
     """
     begins = (torch.nonzero(mask[1:] & ~mask[:-1]).flatten() + 1).tolist()
     return [*(begin for begin in begins if begin >= ends[0]), len(mask)]
+
+
+def _responses(experience: Experience) -> list[list[int]]:
+    """Returns the response tokens of every sample."""
+    mask, offsets = experience.response_mask, experience.offsets()
+    ends = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[offsets].tolist()
+    tokens = experience.tokens[mask].tolist()
+    return [tokens[begin:end] for begin, end in pairwise(ends)]
 
 
 def _tokens_of(experience: Experience, sample: int) -> slice:

@@ -210,8 +210,9 @@ class Finished:
 class CompletionLog:
     """Named logs of finished groups. Every `per_chunk` entries form a chunk, readable by any rank once it is full.
 
-    One counter per log orders groups that several engines finish at the same time. A chunk's entry is deleted after
-    `num_readers` ranks have read it. The counter is deleted with the last of `chunks_per_log` chunks.
+    One counter per log orders groups that several engines finish at the same time. The ranks of all engines add
+    entries, and all of these `num_readers` ranks read them. A chunk's entry is deleted after all have read it. The
+    counter is deleted with the last of `chunks_per_log` chunks.
     """
 
     def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int) -> None:
@@ -235,11 +236,12 @@ class CompletionLog:
     def is_full(self, log: str, chunk: int) -> bool:
         """Returns whether all entries of the chunk have been numbered.
 
-        This rank's own entries count at once. The store is asked for those of other ranks at most every `poll_s`
-        seconds.
+        This rank's own entries count at once. The store is asked for those of other ranks, if there are any, at most
+        every `poll_s` seconds.
         """
         wanted, now = (chunk + 1) * self.per_chunk, time.monotonic()
-        if self._num_known.get(log, 0) < wanted and now - self._last_look >= self.poll_s:
+        may_be_full = self._num_known.get(log, 0) < wanted and self.num_readers > 1
+        if may_be_full and now - self._last_look >= self.poll_s:
             self._last_look = now
             self._num_known[log] = self.store.add(f"{log}/count", 0)
         return self._num_known.get(log, 0) >= wanted

@@ -12,7 +12,6 @@ from rltrain.checkpoint.run_files import AnyFile
 from rltrain.config.models import Lora
 from rltrain.config.schema import Config, Trained
 from rltrain.data.images import ImageRules
-from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.runtime.grid import Grid
@@ -107,17 +106,7 @@ class TrainingBackend(ABC):
     def _built(self, site: ModelSite, lora: Lora | None, *, trains: bool) -> PackedModel:
         model = self.build(site, lora, trains=trains)
         model.on_micro_batch = site.on_micro_batch
-        model.share_prefixes, obstacle = site.config.share_prefixes_of(site.role), model.obstacle_to_sharing
-        if obstacle is None and trains and model.architecture.predicts and model.share_prefixes is True:
-            obstacle = "the layer of model.mtp takes the next token, which differs between samples"
-        if obstacle is None:
-            return model
-        if model.share_prefixes is True:
-            raise ConfigError(
-                f"{site.role}.share_prefixes: got true, of this role or of the actor, but {obstacle}; expected auto or "
-                "false"
-            )
-        model.share_prefixes = False
+        model.share_prefixes = site.config.share_prefixes_of(site.role)
         return model
 
     def frozen_model(self, site: ModelSite) -> RoleModel:

@@ -448,7 +448,7 @@ class ShardedModel(PackedModel):
         layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
         own = SimpleNamespace(**groups_of_rank(grid, groups), all=groups[grid.ranks])
         super().__init__(architecture, grid, own, layout, device, model)
-        computed = self.dtype
+        computed, self.wide_head = self.dtype, model.head != model.dtype
         held = torch.float32 if trains else computed
         self.module = empty_model(folder, architecture, held).requires_grad_(trains)
         self.tower: ShardedTower | None = None
@@ -563,10 +563,15 @@ class ShardedModel(PackedModel):
         policy = self.module
         assert isinstance(policy, Policy | VisionPolicy), "the model has a vocabulary head"
         if not policy.defers_head:
+            if self.wide_head:
+                raise ConfigError(
+                    f"model.head_dtype: got float32, but {type(policy.language_model).__name__} computes its logits "
+                    "itself; expected null"
+                )
             return Logits(outputs)
         weight = policy.head.weight
         assert isinstance(weight, Tensor)
-        return Logits(outputs, weight, softcap=policy.softcap)
+        return Logits(outputs, weight, self.wide_head, policy.softcap)
 
     def give_up_gathered(self) -> None:
         """Frees whole weights left by a forward without backward. They are outdated once the shards change."""

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rltrain.models import layer_kernels
+
 # Each kernel reads a tile's logits once: one for the statistics of log-probs, one for the gradients of the logits.
 
 _MOST_COLUMNS = 4096
@@ -117,7 +119,8 @@ def read(
     """
     columns, starts, of_each_row = labels
     assert len(statistics) == _ROW_STATISTICS and statistics.is_contiguous()
-    _read[len(logits),](
+    layer_kernels.launch(
+        _read, (len(logits),),
         logits, logits.stride(0), *first, logits.size(1), statistics, statistics.size(1), targets,
         columns, columns if starts is None else starts, of_each_row, scale, softcap or 1.0,
         block_columns=_block_columns(logits.size(1)), has_starts=starts is not None, is_capped=softcap is not None,
@@ -144,7 +147,8 @@ def differentiate(
     gradients = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     log_normalizers, factors, of_entropies = rows
     block_columns = _block_columns(logits.size(1))
-    _differentiate[len(logits), triton.cdiv(logits.size(1), block_columns)](
+    layer_kernels.launch(
+        _differentiate, (len(logits), triton.cdiv(logits.size(1), block_columns)),
         logits, logits.stride(0), gradients, gradients.stride(0), *first, logits.size(1),
         log_normalizers, factors, factors if of_entropies is None else of_entropies, of_labels,
         columns, columns if starts is None else starts, of_each_row, scale, softcap or 1.0,

@@ -92,11 +92,6 @@ class PackedModel(ABC):
     def packing(self) -> Packing:
         """The packing requirements of the model."""
 
-    @property
-    def obstacle_to_sharing(self) -> str | None:
-        """The reason why samples cannot share rows for their prefixes, or None if they can."""
-        return None
-
     @abstractmethod
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the model's outputs for some rows, [rows, ...], as logits."""
@@ -106,13 +101,12 @@ class PackedModel(ABC):
         vocab_size, group = self.architecture.vocab_size, self.pg_collection.tp
         return {"vocab_size": vocab_size, "temperature": temperature, "group": group}
 
-    def micro_batches(self, experience: Experience, max_tokens: int, *, may_share: bool = True) -> list[MicroBatch]:
+    def micro_batches(self, experience: Experience, max_tokens: int, *, looks_ahead: bool = False) -> list[MicroBatch]:
         """Splits `experience` into micro-batches of at most `max_tokens` on each rank of context parallelism.
 
-        Without `may_share` samples have rows of their own. Collective over: the ranks of `packing.together`.
+        `looks_ahead` is that of Packing. Collective over: the ranks of `packing.together`.
         """
-        packing = self.packing if may_share else replace(self.packing, prefixes=False)
-        return make_micro_batches(experience, max_tokens, packing)
+        return make_micro_batches(experience, max_tokens, replace(self.packing, looks_ahead=looks_ahead))
 
     @property
     def learned_layout(self) -> Layout:
@@ -153,16 +147,16 @@ def token_logprobs(model: PackedModel, batch: MicroBatch, outputs: Tensor, tempe
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
     logits, distribution = model.logits_of(outputs), model.distribution(temperature)
-    if batch.slices is None or batch.slices.drawn is None:
+    if batch.slices is None or batch.tree is None:
         following = batch.rows_of(labels.roll(-1, dims=0))
         logprobs, entropy = vocab_parallel_logprobs(logits, following, **distribution)
-        logprobs = at_drawn(model, batch, logprobs)
+        logprobs, entropy = at_drawn(model, batch, logprobs, entropy)
     else:
-        drawn = batch.slices.drawn
+        drawn = batch.slices.drawn[0]
         labelled = LabelledRows(drawn.rows, drawn.starts)
         logprobs, entropy = vocab_parallel_logprobs(logits, labels[drawn.tokens], labelled=labelled, **distribution)
-        logprobs = of_drawn_tokens(batch, logprobs, model.pg_collection.cp)
-    entropy = at_drawn(model, batch, entropy)
+        logprobs = of_drawn_tokens(batch, drawn, logprobs, model.pg_collection.cp)
+        (entropy,) = at_drawn(model, batch, entropy)
     return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
 
@@ -174,7 +168,8 @@ def likeliest_tokens(
     Both are 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
     """
     ids, logprobs = vocab_parallel_top(model.logits_of(outputs), count, **model.distribution(temperature))
-    return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
+    ids, logprobs = at_drawn(model, batch, ids, logprobs)
+    return ids, logprobs
 
 
 def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
@@ -183,19 +178,19 @@ def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor
     It is 0 at a sample's first token. Collective over: the tensor- and context-parallel groups.
     """
     squares = vocab_parallel_squares(model.logits_of(outputs), **model.distribution(temperature))
-    return at_drawn(model, batch, squares)
+    return at_drawn(model, batch, squares)[0]
 
 
-def at_drawn(model: PackedModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:
-    """Moves model outputs from each token to the following token of the same sample, [tokens, ...].
+def at_drawn(model: PackedModel, batch: MicroBatch, *of_rows: Tensor) -> list[Tensor]:
+    """Moves model outputs from each token to the following token of the same sample, [tokens, ...] each.
 
     The output at a token depends on the sample's tokens up to it. The result is 0 at a sample's first token. Gradients
     flow. Collective over: the context-parallel group.
     """
-    moved = of_all_tokens(batch, of_rows, model.pg_collection.cp).roll(1, dims=0)
-    drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
-    drawn[batch.experience.offsets()[:-1]] = 0
-    return moved * drawn.view(-1, *[1] * (moved.dim() - 1))
+    drawn = torch.ones(batch.num_tokens, dtype=torch.bool, device=of_rows[0].device)
+    drawn[batch.experience.offsets()[:-1]] = False
+    moved = [of_all_tokens(batch, one, model.pg_collection.cp).roll(1, dims=0) for one in of_rows]
+    return [one * drawn.view(-1, *[1] * (one.dim() - 1)) for one in moved]
 
 
 def _scores(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:

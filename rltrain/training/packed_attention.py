@@ -178,13 +178,22 @@ class PackedRows(RowsOfLayers):
 Rows = TypeVar("Rows", bound=PackedRows)
 
 
-def packed_rows(lengths: Sequence[int], device: torch.device, kind: type[Rows]) -> Rows:
-    """Builds padded batches of packed sequences with similar lengths, as a `kind` of PackedRows."""
+def packed_rows(
+    lengths: Sequence[int],
+    device: torch.device,
+    kind: type[Rows],
+    fraction: float = SHORTEST_FRACTION,
+    short_tokens: int = SHORT_TOKENS,
+) -> Rows:
+    """Builds padded batches of packed sequences with similar lengths, as a `kind` of PackedRows.
+
+    `fraction` and `short_tokens` are those of similar_lengths.
+    """
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
     positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
     pad_parts, slot_of_start, batches, num_slots = [], torch.empty_like(sizes), [], 0
-    for members in similar_lengths(sizes):
+    for members in similar_lengths(sizes, fraction, short_tokens):
         width = int(sizes[members].max())
         slot_of_start[members] = num_slots + width * torch.arange(len(members))
         within = torch.arange(width).minimum(sizes[members, None] - 1)
@@ -207,13 +216,18 @@ def boundaries_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-def similar_lengths(sizes: Tensor) -> list[Tensor]:
-    """Returns groups of sequence numbers with similar lengths, the longest first."""
+def similar_lengths(
+    sizes: Tensor, fraction: float = SHORTEST_FRACTION, short_tokens: int = SHORT_TOKENS
+) -> list[Tensor]:
+    """Returns groups of sequence numbers with similar lengths, the longest first.
+
+    The shortest of a group has at least `fraction` of the longest's length, if that is above `short_tokens`.
+    """
     descending, order = sizes.sort(descending=True, stable=True)
     groups, first = [], 0
     while first < len(order):
         longest = int(descending[first])
-        shortest = 0 if longest <= SHORT_TOKENS else longest * SHORTEST_FRACTION
+        shortest = 0 if longest <= short_tokens else longest * fraction
         last = int((descending >= shortest).sum())
         groups.append(order[first:last])
         first = last

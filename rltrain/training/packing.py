@@ -82,11 +82,10 @@ LEFT_ON_HOST = frozenset({"routed_experts", "image_keys"})
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens whose distributions are in this rank's rows: all tokens but the samples' first, if one rank has all
-    rows. They are sorted by these rows."""
+    """The tokens some places after those of this rank's rows, in the same samples. They are sorted by these rows."""
 
     rows: Tensor
-    """The row before each token, [drawn]."""
+    """The row of the token some places before each token, [drawn]."""
     tokens: Tensor
     """Each token, [drawn]."""
     starts: Tensor
@@ -109,8 +108,9 @@ class Slices:
     sample_of_row: Tensor
     """Sample of each row, [rows of this rank + padding after the last sample]. Padding has the number of samples
     instead. A shared row has one of its samples."""
-    drawn: Drawn | None = None
-    """With shared prefixes: the tokens that were drawn by this rank's rows."""
+    drawn: tuple[Drawn, ...] = ()
+    """With shared prefixes: the tokens one place after this rank's rows, and with `PrefixTree.looks_ahead` those two
+    places after."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,8 @@ class Packing:
     of all ranks. In the last case all other micro-batches are padded to the same length."""
     prefixes: Literal["auto"] | bool = False
     """Whether prefixes that samples share are computed once. auto: if that saves enough tokens."""
+    looks_ahead: bool = False
+    """Whether tokens share a row only if the tokens after them are the same too."""
 
 
 def make_micro_batches(experience: Experience, max_tokens: int, how: Packing) -> list[MicroBatch]:
@@ -277,7 +279,7 @@ def _shared_prefixes(experience: Experience, how: Packing) -> SortedSamples | No
     """Returns the sorted samples if prefixes are to be shared."""
     if how.prefixes is False:
         return None
-    prefixes = SortedSamples.of(experience)
+    prefixes = SortedSamples.of(experience, looks_ahead=how.looks_ahead)
     num_rows, saved = prefixes.num_rows(0, experience.num_samples), LEAST_SAVED if how.prefixes == "auto" else 0.0
     return prefixes if num_rows < experience.num_tokens * (1 - saved) else None
 
@@ -365,16 +367,19 @@ def _rows_of_tree(
         token_of_row=token_at.to(device),
         row_of_token=row_of_token.to(device),
         sample_of_row=sample_at.to(device),
-        drawn=_drawn(row_of_token, samples.lengths.cpu(), len(token_at), share, device),
+        drawn=tuple(
+            _drawn(row_of_token, samples.lengths.cpu(), len(token_at), share, device, ahead)
+            for ahead in (1, 2)[: 1 + tree.looks_ahead]
+        ),
     )
 
 
-def _drawn(row_of_token: Tensor, lengths: Tensor, num_rows: int, share: ContextShare, device: torch.device) -> Drawn:
-    """Returns the tokens drawn by this rank's `num_rows` rows. `row_of_token` counts rows of all ranks."""
-    is_first = torch.zeros(len(row_of_token) + 1, dtype=torch.bool)
-    is_first[lengths.cumsum(0) - lengths] = True
-    tokens = (~is_first[:-1]).nonzero().flatten()
-    rows = row_of_token[tokens - 1] - share.rank * num_rows
+def _drawn(
+    row_of_token: Tensor, lengths: Tensor, num_rows: int, share: ContextShare, device: torch.device, ahead: int
+) -> Drawn:
+    """Returns the tokens `ahead` places after this rank's `num_rows` rows. `row_of_token` counts rows of all ranks."""
+    tokens = (ranges(torch.zeros_like(lengths), lengths) >= ahead).nonzero().flatten()
+    rows = row_of_token[tokens - ahead] - share.rank * num_rows
     here = (rows >= 0) & (rows < num_rows)
     rows, order = rows[here].sort(stable=True)
     starts = torch.searchsorted(rows, torch.arange(num_rows + 1))
@@ -410,7 +415,7 @@ def _sample_bins(
         costs = torch.zeros_like(sizes).index_add(0, pair_of, experience.lengths).tolist()
         units = [members.tolist() for members in torch.arange(experience.num_samples).split(sizes.tolist())]
         if prefixes is not None:
-            alone = (SortedSamples.of(experience.select(torch.tensor(members))) for members in units)
+            alone = (prefixes.of_some(members) for members in units)
             costs = [pair.num_rows(0, len(pair.order)) for pair in alone]
     elif prefixes is not None:
         families = prefixes.families(max_tokens)
@@ -489,15 +494,14 @@ def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) 
     return of_all.index_select(0, batch.slices.row_of_token)
 
 
-def of_drawn_tokens(batch: MicroBatch, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the values of all tokens of a micro-batch with a tree, [tokens, ...], from those of `Drawn.tokens`.
+def of_drawn_tokens(batch: MicroBatch, drawn: Drawn, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the values of all tokens of a micro-batch with a tree, [tokens, ...], from those of `drawn.tokens`.
 
-    They are 0 at a sample's first token. Ranks take gradients as in `of_all_tokens`. Collective over: the
-    context-parallel group.
+    They are 0 at the other tokens, the first of each sample. Ranks take gradients as in `of_all_tokens`. Collective
+    over: the context-parallel group.
     """
-    assert batch.slices is not None and batch.slices.drawn is not None, "the micro-batch must share prefixes"
     nothing = values.new_zeros(batch.num_tokens, *values.shape[1:])
-    of_tokens = nothing.index_copy(0, batch.slices.drawn.tokens, values)
+    of_tokens = nothing.index_copy(0, drawn.tokens, values)
     if group.size() == 1:
         return of_tokens
     summed: Tensor = _Summed.apply(of_tokens, group)

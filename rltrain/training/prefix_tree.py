@@ -40,6 +40,8 @@ class PrefixTree:
     """Token of each row in the first of its samples, int64 [rows]."""
     row_of_token: Tensor
     """Row of each token of the samples, laid end to end, int64 [tokens]."""
+    looks_ahead: bool = False
+    """Whether all samples of a row have the same token after it."""
 
     @property
     def num_rows(self) -> int:
@@ -65,6 +67,13 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(starts - begin, lengths) + torch.arange(int(lengths.sum()))
 
 
+def following_tokens(experience: Experience) -> Tensor:
+    """Returns the token after each token in its sample, or 0 at the sample's end, [tokens]."""
+    following = experience.tokens.roll(-1)
+    following[experience.offsets()[1:] - 1] = 0
+    return following
+
+
 @dataclass(frozen=True)
 class SortedSamples:
     """Samples in an order in which equal beginnings are neighbours."""
@@ -75,11 +84,18 @@ class SortedSamples:
     """Sample numbers in this order, [samples]."""
     shared: IntArray
     """Number of tokens that each sample in this order begins with like the one before it, [samples]."""
+    looks_ahead: bool = False
+    """Whether the tokens after these are the same too."""
 
     @classmethod
-    def of(cls, experience: Experience) -> "SortedSamples":
-        """Sorts the samples of `experience` by the bytes of TOLD_APART_BY."""
+    def of(cls, experience: Experience, *, looks_ahead: bool = False) -> "SortedSamples":
+        """Sorts the samples of `experience` by the bytes of TOLD_APART_BY.
+
+        With `looks_ahead` tokens differ also if the tokens after them do, as in `following_tokens`.
+        """
         columns = [_bytes_of(getattr(experience, name)) for name in TOLD_APART_BY if experience.has(name)]
+        if looks_ahead:
+            columns.append(_bytes_of(following_tokens(experience)))
         table = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
         lengths = experience.lengths.numpy()
         stops = lengths.cumsum()
@@ -89,7 +105,7 @@ class SortedSamples:
         shared = np.zeros(len(order), dtype=np.int64)
         for place in range(1, len(order)):
             shared[place] = _equal_rows(parts[order[place - 1]], parts[order[place]])
-        return cls(lengths, order, shared)
+        return cls(lengths, order, shared, looks_ahead)
 
     def of_some(self, samples: Sequence[int]) -> "SortedSamples":
         """Returns the same for some of the samples, which are numbered by their places in `samples`."""
@@ -100,7 +116,7 @@ class SortedSamples:
         shared = np.zeros(len(places), dtype=np.int64)
         if len(places) > 1:
             shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
-        return SortedSamples(self.lengths[list(samples)], number[self.order[places]], shared)
+        return SortedSamples(self.lengths[list(samples)], number[self.order[places]], shared, self.looks_ahead)
 
     def tree(self) -> PrefixTree:
         """Returns the tree of the samples."""
@@ -125,6 +141,7 @@ class SortedSamples:
             depths=tuple(run.depth for run in runs),
             token_of_row=token_of_row,
             row_of_token=row_of_token,
+            looks_ahead=self.looks_ahead,
         )
 
     def runs(self, first: int, stop: int) -> list["Run"]:

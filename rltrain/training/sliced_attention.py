@@ -23,6 +23,12 @@ from rltrain.training.recipes import MadeAgain, with_recipe
 
 # Slices of sequences, whose queries are the last of their keys.
 
+FRACTION_OF_KEYS = 0.75
+"""The `fraction` of similar_lengths for slices and runs. Padding costs more here than for sequences, because it repeats
+all keys of a slice."""
+SHORT_RUN_TOKENS = 32
+"""The `short_tokens` of similar_lengths for runs of a tree. Most of them are short."""
+
 
 @dataclass(frozen=True)
 class SliceBatch:
@@ -75,7 +81,7 @@ class SlicedRows(RowsOfLayers):
         num_rows, num_keys, device = self.num_rows, self.num_keys, self.positions.device
         first, first_key = (x.cumsum(0) - x for x in (num_rows, num_keys))
         batches, slot_of_row, num_slots = [], torch.empty(int(num_rows.sum()), dtype=torch.int64), 0
-        for members in similar_lengths(num_keys):
+        for members in similar_lengths(num_keys, FRACTION_OF_KEYS):
             of_slices, of_keys = num_rows[members, None], num_keys[members, None]
             token = torch.arange(int(of_slices.max())).minimum(of_slices - 1)
             key = torch.arange(int(of_keys.max()))
@@ -92,7 +98,7 @@ class SlicedRows(RowsOfLayers):
         return batches, slot_of_row.to(device)
 
 
-LEAST_COPIES = 3
+LEAST_COPIES = 2.5
 """Keys per row from which a tree's attention goes by blocks."""
 
 Slices = TypeVar("Slices", bound=SlicedRows)
@@ -129,8 +135,11 @@ def attend_slices(
     `keys` and `values` [rows of all keys, kv_heads, ...] are selected by `key_rows`. `scale`, `window`, `softcap` and
     `sinks` are those of attend_blockwise.
     """
-    if softcap is None and sinks is None and attends_packed(query, keys, values):
-        return _attend_selected(query, keys, values, slices, scale, window)
+    width, missing = values.size(-1), keys.size(-1) - values.size(-1)
+    if softcap is None and sinks is None and missing >= 0 and attends_packed(query, keys, keys):
+        # The kernel takes one size of heads. Zeros at the end of latent attention's values give zeros there.
+        wide = torch.nn.functional.pad(values, (0, missing)) if missing else values
+        return _attend_selected(query, keys, wide, slices, scale, window)[..., :width]
     if softcap is None and sinks is None and window is None and _takes_blocks(query, keys, values, slices):
         by_head = query.size(-1) ** -0.5 if scale is None else scale
         attended: Tensor = _TreeAttention.apply(query, keys, values, slices.blocks, by_head)
@@ -203,7 +212,7 @@ class TreeBlocks:
             for start, stop, end in zip(starts, stops, ends, strict=True)
             if end > stop
         ]
-        return cls(tuple(whole), packed_rows(lengths, device, PackedRows))
+        return cls(tuple(whole), packed_rows(lengths, device, PackedRows, FRACTION_OF_KEYS, SHORT_RUN_TOKENS))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Yields padded batches of runs: the row in each slot, False for slots of padding, and the number of runs. A

@@ -414,7 +414,7 @@ class TrainedModel(RoleModel):
         pending = self._pending
         pending.count(experience)
         max_tokens = self.settings.micro_batch_limit
-        micro_batches = self.model.micro_batches(experience, max_tokens, may_share=self.may_share)
+        micro_batches = self.model.micro_batches(experience, max_tokens, looks_ahead=self.looks_ahead)
         pending.num_rows += sum(batch.num_computed_tokens for batch in micro_batches)
         with self._drawing(pending.num_parts):
             pending.outputs += self.backward(micro_batches, loss_function, temperature, is_whole=is_whole)
@@ -469,9 +469,9 @@ class TrainedModel(RoleModel):
         of `accumulate`."""
 
     @property
-    def may_share(self) -> bool:
-        """Whether samples may share rows in training."""
-        return True
+    def looks_ahead(self) -> bool:
+        """Whether a row also gets the token after its own in training."""
+        return False
 
     @property
     def ends_here(self) -> bool:

@@ -79,9 +79,11 @@ WAYS = {
 }
 """Ways with the same numbers as MEGATRON."""
 TIED = ("ranks3", "cp2_dp2")
-EVALUATED = ("ranks1", "ranks3", "on_host", "cp4", "critic_cp2")
+EVALUATED = ("ranks1", "ranks3", "on_host", "cp4", "critic_cp2", "bfloat16", "wide_head")
+WIDE_HEAD = {"dtype": "bfloat16", "head_dtype": "float32"}
 OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
+    "wide_head": (Way(ranks=3, model=WIDE_HEAD), Way("megatron", model=WIDE_HEAD)),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
     "critic_cp2": (Way(ranks=2, cp=2, role="critic"), Way("megatron", role="critic")),
     "critic_lora": (

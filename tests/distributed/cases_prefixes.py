@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction
+from rltrain.algorithms.losses import LossFunction, likelihood_loss
+from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import Architecture
 from rltrain.runtime.grid import Grid
@@ -20,6 +21,7 @@ from rltrain.training.trainable import TrainedModel
 from tests.distributed.cases_context_parallel import (
     BALANCED,
     BY_HEADS,
+    LATENT_EXPERTS,
     OBJECTIVES,
     SEQUENCE_PARALLEL,
     TEMPERATURE,
@@ -34,6 +36,7 @@ from tests.distributed.cases_context_parallel import (
 )
 from tests.distributed.cases_fsdp import Way, build
 from tests.distributed.cases_training import negative_log_likelihood
+from tests.support.model_shards import tiny_architecture
 from tests.support.trained_models import groups_on, in_training, load_experience, megatron_model, summed_gradients
 
 GRIDS = {
@@ -49,10 +52,18 @@ WAYS = {
     "fsdp_cp2": Way(ranks=4, cp=2, max_tokens=150),
 }
 MAX_TOKENS = 150
+PREDICTING = tiny_architecture("mimo", hidden_size=32, head_dim=8, num_heads=8, vocab_size=61).predicting()
+MODELS = {
+    **OBJECTIVES,
+    "further": (PREDICTING, likelihood_loss()),
+    "experts_further": (LATENT_EXPERTS.predicting(), likelihood_loss()),
+}
+"""Models and losses. Some models have a layer that predicts a further token."""
 FEW: Layouts = {
     "grpo": {"tp1": {}, "tp2_cp2": {}},
     "dpo": {"pp2": {}},
     "experts_gspo": {"ep2": {}},
+    "further": {"tp1": {}},
 }
 OTHERS: Layouts = {
     "grpo": {
@@ -68,6 +79,8 @@ OTHERS: Layouts = {
     "experts_gspo": {"cp2_dp2_ep4": {}},
     "experts_critic": {"pp2_cp2": {}, "tp2_cp2": SEQUENCE_PARALLEL},
     "rotated": {"cp2": {}},
+    "further": {"tp2": SEQUENCE_PARALLEL, "pp2": {}, "cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
+    "experts_further": {"ep2": {}, "tp2_pp2": {}, "cp2": {}},
 }
 
 
@@ -75,21 +88,22 @@ def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
     """Returns this rank's results by "objective/layout"."""
     groups, results = groups_on(GRIDS.values()), {}
     for number, (name, layouts) in enumerate(objectives.items()):
-        architecture = OBJECTIVES[name][0]
+        architecture, loss = MODELS[name]
         path = Path(folder, f"{name}{dist.get_rank()}")
         write_weights(architecture, path)
         for layout, settings in layouts.items():
             grid = GRIDS[f"rank{number % 4}" if layout == "tp1" else layout]
             if dist.get_rank() in grid.ranks:
                 make = partial(_trained, architecture, path, grid, groups, **settings)
-                results[f"{name}/{layout}"] = differences(make, experience(name), OBJECTIVES[name][1])
+                results[f"{name}/{layout}"] = differences(make, experience(name), loss)
     return results
 
 
 def _trained(
     architecture: Architecture, path: Path, grid: Grid, groups: ProcessGroups, **settings: Any
 ) -> TrainableModel:
-    model = megatron_model(path, grid, groups, architecture=architecture, moe=BALANCED, **settings)
+    mtp = schema.Mtp(coef=0.3, trains="model") if architecture.predicts else None
+    model = megatron_model(path, grid, groups, architecture=architecture, moe=BALANCED, mtp=mtp, **settings)
     # Without the distributed optimizer, every rank has the whole gradients.
     return in_training(model, updates=1, max_tokens=MAX_TOKENS, optimizer={}, distributed_optimizer=False)
 

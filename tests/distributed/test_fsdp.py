@@ -65,7 +65,16 @@ def test_tied_embeddings_train_as_megatrons(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", slow_but(OTHERS, *QUICK))
 def test_half_precision_critics_and_ranks_without_samples(ranks: Ranks, name: str) -> None:
-    assert_same_training(ranks, name, f"{name}/megatron", IN_BFLOAT16 if name == "bfloat16" else RELATIVE)
+    assert_same_training(
+        ranks, name, f"{name}/megatron", IN_BFLOAT16 if name in ("bfloat16", "wide_head") else RELATIVE
+    )
+
+
+@pytest.mark.slow
+def test_a_wide_head_does_not_round_logits(ranks: Ranks) -> None:
+    for wide, rounded in zip(reports(ranks, "wide_head"), reports(ranks, "bfloat16"), strict=True):
+        assert wide["start"] == pytest.approx(rounded["start"], abs=IN_BFLOAT16)
+        assert wide["start"] != rounded["start"]
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ APART = (
     "rollout.dtype=fp8",
     "weight_sync={verify: true, delta: {in_shared_memory: true}}",
     "model.mtp.trains=model",
+    "actor.share_prefixes=true",
     "loss.old_logprobs=actor",
     "reference.refresh_every=1",
     "checkpoint={save_interval: 0, save_hf: false}",

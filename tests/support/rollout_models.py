@@ -91,6 +91,7 @@ def load_engine(
     cache_returns: Callable[[], bool] = lambda: False,
     record_routing: bool = False,
     zeros: Zeros | None = None,
+    ahead: int | None = None,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
     """Returns an engine with the checkpoint, and the parameters that it reads. Its KV cache has room for `kv_tokens`,
     and `zeros` allocates it."""
@@ -114,6 +115,7 @@ def load_engine(
         cache_returns=cache_returns,
         record_routing=record_routing,
         zeros=zeros,
+        ahead=ahead,
     )
     return engine, parameters
 

@@ -63,7 +63,10 @@ OF_MODEL |= dict.fromkeys(("further", "further of dense"), {"mtp": schema.Mtp(tr
 SHARED = {"share_prefixes": True}
 MODELS["alike"] = MODELS["qwen3_moe"]
 MODELS["alike of yarn"] = MODELS["yarn"]
-OF_MODEL |= dict.fromkeys(("alike", "alike of yarn"), SHARED)
+MODELS["alike latent"] = MODELS["deepseek_v3"]
+OF_MODEL |= dict.fromkeys(("alike", "alike of yarn", "alike latent"), SHARED)
+MODELS["alike further"] = MODELS["further"]
+OF_MODEL["alike further"] = OF_MODEL["further"] | SHARED
 BY_HEADS, DEEPEP = {"cp_communication": "all_to_all"}, {"dispatcher": "deepep"}
 CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2": ("deepseek_v3", Grid((0, 1), tp=2), {}),
@@ -78,7 +81,12 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent linear tp2 ep2": ("latent linear", Grid(ALL, tp=2, ep=2), {}),
     "moonlight tp2 cp2 ep2": ("moonlight", Grid(ALL, tp=2, cp=2, ep=2), {}),
     "alike tp2 ep2": ("alike", Grid(ALL, tp=2, ep=2), {"recompute": "selective"}),
+    "alike cp2 ep4": ("alike", Grid(ALL, cp=2, ep=4), {"recompute": "full"}),
     "alike of yarn tp2 pp2": ("alike of yarn", Grid(ALL, tp=2, pp=2), {}),
+    "alike of yarn tp2 cp2 by heads": ("alike of yarn", Grid(ALL, tp=2, cp=2), BY_HEADS),
+    "alike latent tp2 ep2": ("alike latent", Grid(ALL, tp=2, ep=2), {"recompute": "selective"}),
+    "alike latent pp2 cp2 ep2 by heads": ("alike latent", Grid(ALL, pp=2, cp=2, ep=2), BY_HEADS),
+    "alike further pp2 cp2 ep2": ("alike further", Grid(ALL, pp=2, cp=2, ep=2), {}),
     "groups tp4": ("qwen3_moe", Grid(ALL, tp=4), {}),
     "rounded ep2 etp2": ("rounded", Grid(ALL, ep=2, etp=2), {"recompute": "full"}),
     "groups cp2 ep4 deepep": ("qwen3_moe", Grid(ALL, cp=2, ep=4), DEEPEP),

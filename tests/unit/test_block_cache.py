@@ -442,7 +442,7 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
             expected = expected or done
             assert_same(done, expected)
         num_recorded.append(record.num_recorded)
-        addresses.append(engine._slots.addresses())
+        addresses.append(engine._slots.cache.addresses())
         engine.submit(samples, sampling)
         engine.step()
         residency.enter(2 * turn + 1)

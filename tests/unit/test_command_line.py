@@ -489,6 +489,15 @@ data: {train: {path: train.jsonl}}
 """
 
 
+def test_several_ranks_start_without_torchruns_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torchrun.logger, "warning", lambda message, *further: warned.append(message))
+    monkeypatch.setattr(torchrun, "run", torchrun.config_from_args)
+    assert ranks_main(["--nproc-per-node=2", "-m", RANK_MODULE, "train"]) == 0
+    assert not warned and os.environ["OMP_NUM_THREADS"] == "1"
+
+
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Returns a function that runs a job with a failing torchrun. Its result is the exit status and the last line."""

@@ -532,7 +532,6 @@ FSDP: dict[str, Any] = {"backend": "fsdp"}
         ({"actor": {**FSDP, "overlap": False}}, ["actor.overlap: got false", "expected auto"]),
         ({"actor": {**FSDP, "gradient_bucket_mb": 2}}, ["actor.gradient_bucket_mb", "expected null"]),
         ({"actor": FSDP, "model": {"path": "m", "dtype": "float16"}}, ["model.dtype: got float16", "bfloat16"]),
-        ({"actor": FSDP, "model": {"path": "m", "head_dtype": "float32"}}, ["model.head_dtype", "expected null"]),
         (
             {"actor": FSDP, "model": {"path": "m", "recompute": {"granularity": "selective", "modules": ["mlp"]}}},
             ["model.recompute.modules: got mlp", "expected activation and layernorm"],
@@ -558,6 +557,7 @@ def test_what_can_be_is_accepted() -> None:
     model = {"path": "m", "dtype": "float32", "recompute": "full", "head_dtype": "float32"}
     check_config(make_config(actor={**FSDP, "fsdp": {"replicas": 2}, "parallel": {"cp": 2}}, model=model))
     check_config(make_config(actor={"parallel": {"tp": 2}}, reference={**FSDP, "parallel": {}}))
+    check_config(make_config(actor=FSDP, model={"path": "m", "dtype": "bfloat16", "head_dtype": "float32"}))
 
 
 def planned(architecture: Any = None, **sections: Any) -> PlannedJob:

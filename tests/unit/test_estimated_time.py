@@ -31,6 +31,7 @@ from rltrain.planning.task_time import (
 )
 from rltrain.training import packed_attention, prefix_tree
 from rltrain.training.packing import Packing, make_micro_batches
+from rltrain.training.prefix_tree import SortedSamples
 from tests.support.packed_experience import plain_experience
 from tests.unit.test_estimated_memory import anything, job_of
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
@@ -126,8 +127,8 @@ def test_twice_the_ranks_train_in_half_the_time():
 
 
 def test_context_parallelism_costs_what_it_sends():
-    def update_s(**model):
-        step = step_of(actor={"parallel": {"cp": 4}, "share_prefixes": False}, model={"path": "m", **model})
+    def update_s(share_prefixes=False, **model):
+        step = step_of(actor={"parallel": {"cp": 4}, "share_prefixes": share_prefixes}, model={"path": "m", **model})
         return step.tasks["update", ("actor",)]
 
     alone = step_of(actor={"share_prefixes": False}).tasks["update", ("actor",)]
@@ -135,6 +136,7 @@ def test_context_parallelism_costs_what_it_sends():
     gathered = update_s(transformer_impl="local")
     assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel at the same time"
     assert ring < gathered < 1.3 * alone and ring < by_heads < 1.3 * alone
+    assert update_s("auto") == update_s("auto", transformer_impl="local"), "shared prefixes take no ring"
 
 
 def test_decoding_reads_weights_until_products_take_longer():
@@ -403,21 +405,28 @@ def test_the_responses_of_a_pair_share_their_prompt():
         assert computed.share == pytest.approx(found, rel=0.03)
 
 
-def test_layers_that_take_whole_sequences_share_nothing():
+def test_all_layers_of_all_models_share():
     def shares(architecture, trains=True, **sections):
         job = job_of(architecture, {"actor": "0-1", "rollout, reward": "2-3"}, 4, **(LONG | sections))
         return job.computed("actor", 1000, 1000, trains=trains).share < 1
 
     over_two = {"parallel": {"cp": 2}}
     assert shares(qwen3_8b())
-    assert not shares(qwen3_8b(), actor=over_two), "Transformer Engine's context parallelism"
+    assert shares(qwen3_8b(), actor=over_two)
     assert shares(qwen3_8b(), actor=over_two | FSDP)
-    local = {"path": "m", "transformer_impl": "local"}
-    assert shares(qwen3_8b(), actor=over_two, model=local)
-    assert not shares(deepseek_v3()), "Transformer Engine's latent attention"
-    assert shares(deepseek_v3(), model=local)
+    assert shares(deepseek_v3(), actor=over_two)
     predicting = {"path": "m", "mtp": {}}
-    assert [shares(qwen3_8b(), trains, model=predicting) for trains in (True, False)] == [False, True]
+    assert all(shares(qwen3_8b(), trains, model=predicting) for trains in (True, False))
+
+
+def test_a_prompt_has_one_row_less_if_rows_get_the_next_token_too():
+    texts = torch.arange(40).repeat(4, 1)
+    texts[:, 20:] += 100 * torch.arange(4)[:, None]
+    samples = SortedSamples.of(plain_experience([40] * 4, texts.flatten()), looks_ahead=True)
+    sections = {"batch": {"samples_per_prompt": 4, "prompts_per_step": 2}, "model": {"path": "m", "mtp": {}}}
+    job = job_of(qwen3_8b(), {"actor": "0", "rollout, reward": "1"}, 2, **(LONG | sections))
+    computed = [job.computed("actor", 20, 20, trains=trains).share for trains in (True, False)]
+    assert computed == pytest.approx([samples.num_rows(0, 4) / 160, (20 + 4 * 20) / 160])
 
 
 def test_what_is_shared_takes_no_time():

@@ -1,7 +1,9 @@
 """Tests of the fused kernels of layers, in Triton's interpreter: values and gradients equal torch's in fp64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.models import fused
+from rltrain.models import attention, fused, layer_kernels
 from tests.support.fused_references import EPS, KINDS, agrees, normal, plain_norm, plain_turn, turn_of
 from tests.support.triton_interpreter import compiled
 
@@ -129,22 +131,29 @@ def test_no_tokens() -> None:
     assert torch.equal(weight.grad, torch.zeros(8))
 
 
-def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, object]]]:
-    """Returns signatures and constants of all kernels for heads of 128 elements and rows of 4096."""
+def kernels_of_a_model(kind: str) -> dict[ModuleType, dict[str, tuple[dict[str, str], dict[str, object]]]]:
+    """Returns signatures and constants of all kernels by module, for heads of 128 elements and rows of 4096."""
     shapes = {
         name: "i32" for name in ("size", "num_rows", "num_tokens", "num_queries", "num_keys", "num_first", "group")
     }
     numbers = shapes | {"eps": "fp32", "offset": "fp32", "num_parts": "i32"}
-    head = {"head_dim": 128, "half": 64, "is_pairs": False, "has_norm": True, "rows": 16}
-    head |= {"half_block": 64, "rest_block": 1}
-    constants: dict[str, dict[str, object]] = {
-        "_sum_parts": {"block": 128, "rows": 16},
-        "_norm_forward": {"has_added": True, "rows": 1, "block": 4096},
-        "_norm_backward": {"has_of_total": True, "has_parts": True, "rows": 1, "block": 4096},
-        "_gate_forward": {"is_gelu": True, "rows": 1, "block": 1024},
-        "_gate_backward": {"is_gelu": True, "rows": 1, "block": 1024},
-        "_turn_forward": head,
-        "_turn_backward": head | {"has_parts": True, "has_values": True, "head_block": 128},
+    head = {"head_dim": 128, "half": 64, "is_pairs": False, "rows": 16, "half_block": 64, "rest_block": 1}
+    head |= {"head_block": 128}
+    rows, gate = {"rows": 1, "block": 4096}, {"activation": "gelu_tanh", "rows": 1, "block": 1024}
+    without = dict.fromkeys
+    constants: dict[ModuleType, dict[str, dict[str, object]]] = {
+        layer_kernels: {
+            "_norm_forward": rows | without(("added_bias", "post_weight", "bias")),
+            "_gate_forward": gate | without(("weights", "group_size", "group_stride")),
+            "_turn_forward": head
+            | without(("values", "made_values", "angle_rows", "table", "positions", "table_stride", "block_tokens")),
+        },
+        fused: {
+            "_sum_parts": {"block": 128, "rows": 16},
+            "_norm_backward": rows,
+            "_gate_backward": gate,
+            "_turn_backward": head,
+        },
     }
 
     def type_of(name: str) -> str:
@@ -153,8 +162,11 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
         return numbers.get(name, "*fp32" if name in ("parts", "cos", "sin") else f"*{kind}")
 
     return {
-        name: ({argument: type_of(argument) for argument in getattr(fused, name).arg_names}, own)
-        for name, own in constants.items()
+        module: {
+            name: ({argument: type_of(argument) for argument in getattr(module, name).arg_names}, own)
+            for name, own in of_module.items()
+        }
+        for module, of_module in constants.items()
     }
 
 
@@ -162,9 +174,38 @@ def kernels_of_a_model(kind: str) -> dict[str, tuple[dict[str, str], dict[str, o
 def test_kernels_compile_for_gpus() -> None:
     """No kernel needs more registers than a thread can have."""
     for kind in ("bf16", "fp32"):
-        kernels = kernels_of_a_model(kind)
-        norms = {name: kernels.pop(name) for name in ("_norm_forward", "_norm_backward")}
-        for group, num_warps in ((kernels, 4), (norms, 8)):
-            for name, by_architecture in compiled("rltrain.models.fused", group, num_warps).items():
-                for architecture, figures in by_architecture.items():
-                    assert figures["spills"] == 0, (name, kind, architecture, figures)
+        for module, kernels in kernels_of_a_model(kind).items():
+            norms = {name: kernels.pop(name) for name in [*kernels] if name.startswith("_norm")}
+            for group, num_warps in ((kernels, 4), (norms, 8)):
+                for name, by_architecture in compiled(module.__name__, group, num_warps).items():
+                    for architecture, figures in by_architecture.items():
+                        assert figures["spills"] == 0, (name, kind, architecture, figures)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ModuleType | None]]:
+    """Yields a function that chooses the kernels of a GPU, whose stand-in is the CPU."""
+    monkeypatch.setattr(attention, "FUSED_DEVICE", "cpu")
+    attention.fused_kernels.cache_clear()
+    yield lambda: attention.fused_kernels(torch.device("cpu"))
+    attention.fused_kernels.cache_clear()
+
+
+def test_kernels_that_agree_with_torch_are_chosen(chosen: Callable[[], ModuleType | None], caplog: Any) -> None:
+    assert chosen() is fused and not caplog.text
+
+
+@pytest.mark.parametrize("name", ["added_norm", "gated", "turned_groups"])
+def test_a_kernel_that_computes_other_gradients_is_not_chosen(
+    name: str, chosen: Callable[[], ModuleType | None], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    kernel = getattr(fused, name)
+
+    def without_some(*arguments: Any, **settings: Any) -> Any:
+        made = kernel(*arguments, **settings)
+        first, *others = made if isinstance(made, tuple) else (made,)
+        halved = first.detach() / 2 + first / 2  # the same values
+        return halved if isinstance(made, Tensor) else (halved, *others)
+
+    monkeypatch.setattr(fused, name, without_some)
+    assert chosen() is None and "layers use torch's operators, not fused Triton kernels" in caplog.text

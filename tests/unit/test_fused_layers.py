@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.losses import likelihood_loss
 from rltrain.cli.parity import world_of_one
 from rltrain.data.experience import Experience
-from rltrain.models import attention, fused, read_architecture
+from rltrain.models import attention, fused, layer_kernels, read_architecture
 from rltrain.planning.activation_memory import Activations
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
@@ -30,14 +30,16 @@ from tools.benchmarks import launches
 
 GRID, GRID_OF_FSDP = Grid((0,)), Grid((0,), copies=1)
 LENGTHS, MAX_TOKENS = (5, 9), 256
-MODEL, NUM_TOKENS = launches.SHIPPED / "Qwen3-0.6B", 1024
+MODEL, NUM_TOKENS = launches.SHIPPED / "Qwen3-0.6B", 8192
 PLACEMENT = {"actor": 0, "rollout, reward": 1}
 TOLERANCE = 1e-4
 """Largest difference of log-probs, and of gradients relative to their largest element."""
 OF_EQUAL_KERNELS = 1e-6
 """The same, where only what is kept differs."""
-MOST_LAUNCHES = {"megatron": 36, "fsdp": 50}
-"""Launches of a layer, forward and backward. 28 layers of Megatron then have about 1,000."""
+MOST_LAUNCHES = {"megatron": 33, "fsdp": 50}
+"""Launches of a layer, forward and backward."""
+MOST_OF_A_MICRO_BATCH = 1200
+"""Launches of a micro-batch of 8,192 tokens with Megatron's 28 layers, log-probs, policy loss and gradients."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,14 +52,14 @@ def groups() -> Iterator[ProcessGroups]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Lets CPUs use the kernels. Returns a function for the names of those launched since its last call."""
     names: list[str] = []
-    launch = fused.launch
+    launch = layer_kernels.launch
 
     def noting(kernel: Any, *arguments: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *arguments, **constants)
 
     monkeypatch.setattr(platform, "HAS_ONEDNN", False)  # it pads micro-batches, and the interpreter needs time for rows
-    monkeypatch.setattr(fused, "launch", noting)
+    monkeypatch.setattr(layer_kernels, "launch", noting)
     monkeypatch.setattr(attention, "fused_kernels", lambda device: fused)
 
     def take() -> list[str]:
@@ -222,8 +224,8 @@ def test_outputs_of_transformers_that_backward_makes_again(
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_launches_of_a_layer(backend: str, counted: dict[str, dict[str, launches.Counts]]) -> None:
-    plain, again = (sum(counted[recompute][backend].launches.values()) for recompute in ("none", "selective"))
+def test_launches_of_a_layer(backend: str, counted: dict[str, dict[str, launches.Measured]]) -> None:
+    plain, again = (counted[recompute][backend].layer.launches.total() for recompute in ("none", "selective"))
     assert plain <= MOST_LAUNCHES[backend] and again - plain == {"megatron": 4, "fsdp": 3}[backend]
 
 
@@ -237,9 +239,9 @@ def test_launches_of_a_layer(backend: str, counted: dict[str, dict[str, launches
     ],
 )
 def test_a_layer_keeps_what_is_estimated(
-    backend: str, recompute: str, kept: int, counted: dict[str, dict[str, launches.Counts]]
+    backend: str, recompute: str, kept: int, counted: dict[str, dict[str, launches.Measured]]
 ) -> None:
-    assert counted[recompute][backend].kept / NUM_TOKENS == pytest.approx(kept, rel=0.001)
+    assert counted[recompute][backend].layer.kept / NUM_TOKENS == pytest.approx(kept, rel=0.001)
     model, whole = {"path": "m", "recompute": recompute, "transformer_impl": "local"}, read_architecture(MODEL)
     jobs = (
         job_of(replace(whole, num_layers=count), PLACEMENT, 2, model=model, actor={"backend": backend})
@@ -249,12 +251,19 @@ def test_a_layer_keeps_what_is_estimated(
     assert (more - less) / NUM_TOKENS == pytest.approx(kept, rel=0.05)
 
 
-def test_launches_of_a_layer_in_a_decode_step() -> None:
-    counts = launches.measure_decoding(MODEL, 8, 256)
-    assert sum(counts.launches.values()) == 9
+def test_launches_of_a_micro_batch(counted: dict[str, dict[str, launches.Measured]]) -> None:
+    found = counted["none"]["megatron"]
+    assert {"read", "differentiate", "norm_backward"} <= found.outside.launches.keys()
+    assert found.launches(num_layers=28) <= MOST_OF_A_MICRO_BATCH
+
+
+def test_launches_of_a_decode_step() -> None:
+    measured = launches.measure_decoding(MODEL, 8, 256)
+    assert measured.layer.launches.total() == 9
+    outside = {"embedding": 1, "norm_forward": 1, "linear": 1, "fill_": 1, "draw": 1, "finish_step": 1}
+    assert +measured.outside.launches == outside
 
 
 @pytest.fixture(scope="module")
-def counted(groups: ProcessGroups) -> dict[str, dict[str, launches.Counts]]:
-    lengths = [NUM_TOKENS // 2] * 2
-    return {recompute: launches.measure(MODEL, lengths, recompute) for recompute in ("none", "selective")}
+def counted(groups: ProcessGroups) -> dict[str, dict[str, launches.Measured]]:
+    return {recompute: launches.measure(MODEL, [512] * 16, recompute) for recompute in ("none", "selective")}

@@ -267,7 +267,7 @@ def test_logs_do_not_mix(store):
 
 def test_a_drawn_ticket_may_still_have_to_be_written(store):
     """The counter is raised first. A reader of a full counter waits for the entry."""
-    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=2, chunks_per_log=99)
     completion_log.add("step 0", group(0))
     completion_log.store.add("step 0/count", 1)
     assert completion_log.is_full("step 0", 0)

@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rltrain.models import layer_kernels as formulas
 from rltrain.models.attention import halves_of_pairs
 from rltrain.models.windows import Windows
 from rltrain.rollout.embedded import EmbeddedEngine, block_cache, engine, triton_kernels
 from rltrain.rollout.embedded.block_cache import KernelBlocks, difference
-from rltrain.rollout.embedded.decoder import PLACE, Slots, draw, draw_by_kernel, random_streams
+from rltrain.rollout.embedded.decoder import Slots, draw, draw_by_kernel, random_streams
 from rltrain.rollout.embedded.kv_cache import AttentionShape, Written
 from rltrain.rollout.embedded.layers import (
     FusedResidual,
     LayerKernels,
     Norm,
     Residual,
+    Rotation,
     choose_kernels,
     kernels_difference,
     layer_kernels,
@@ -82,7 +84,7 @@ def test_addition_and_norm(
         weight,
         eps=1e-6,
         offset=1.0,
-        made_bias=bias if adds and biased else None,
+        added_bias=bias if adds and biased else None,
         post_weight=before if adds and post else None,
     )
     coarser = max(wide, dtype, key=lambda kind: CLOSE[kind][0])
@@ -152,34 +154,37 @@ def test_norms_rotation_and_storing_of_heads(
     gated: bool,
     stores: bool,
 ) -> None:
-    """The rotated part is all of a head, or half of it with four `parts`. Keys and values go into blocks."""
+    """The rotated part is all of a head, or half of it with four `parts`. Keys and values go into blocks.
+
+    The norm and the rotation are rounded together, as in training.
+    """
     (num_heads, num_kv_heads), size, num_tokens = heads, head_dim * 2 // parts, 3
-    fused = drawn(dtype, num_tokens, (num_heads * (2 if gated else 1) + 2 * num_kv_heads) * head_dim)
-    angles = drawn(torch.float32, num_tokens, 1, size // 2, seed=1)
-    cos, sin = 1.2 * angles.cos(), 1.2 * angles.sin()
-    rotation = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    gains = (drawn(dtype, head_dim, seed=2), drawn(dtype, head_dim, seed=3)) if norms else None
-    stored = drawn(dtype, 2, 12, num_kv_heads, head_dim, seed=4)
-    rows = torch.tensor([9, 2, 4])
-    keys, values = stored.clone().unbind()
-    written = Written(keys, values, rows, num_kv_heads * head_dim, head_dim) if stores else None
-    queries, made = KERNELS.rotate_heads(
-        fused, rotation, num_heads, num_kv_heads, head_dim,
-        norms=gains, eps=1e-6, offset=1.0, pairs=pairs, gated=gated, written=written,
-    )  # fmt: skip
-    by_head = fused.view(num_tokens, -1, head_dim)
-    q, k, v = by_head.split([by_head.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+    fused = drawn(dtype, num_tokens, num_heads * (2 if gated else 1) + 2 * num_kv_heads, head_dim)
+    q, k, v = fused.split([fused.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
     q = q[:, ::2] if gated else q
+    angles = drawn(torch.float32, 40, size // 2, seed=1)
+    cos, sin = 1.2 * angles.cos(), 1.2 * angles.sin()
+    rotation = Rotation(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.tensor([7, 0, 39]))
+    gains = (drawn(dtype, head_dim, seed=2), drawn(dtype, head_dim, seed=3)) if norms else None
+    stored = drawn(dtype, 2, 5, 4, num_kv_heads, head_dim, seed=4)
+    table, positions = torch.tensor([[2, 4], [3, 1], [1, 0]], dtype=torch.int32), torch.tensor([1, 6, 0])
+    rows = torch.tensor([9, 6, 4])
+    keys, values = stored.clone().unbind()
+    written = Written(keys, values, table, positions, 4, num_kv_heads * head_dim, head_dim) if stores else None
+    turn = rotation.turn(pairs=pairs, norms=gains, eps=1e-6, offset=1.0)
+    queries, made = KERNELS.turn_heads(q[:, :, None], k, turn, v, written)
+    q, k = q.float(), k.float()
     if gains is not None:
-        q, k = (normed(x.float(), gain.float() + 1, 1e-6).to(dtype) for x, gain in ((q, gains[0]), (k, gains[1])))
-    q, k = (rotate(halves_of_pairs(x, size) if pairs else x, rotation) for x in (q, k))
+        q, k = (normed(x, gain.float() + 1, 1e-6) for x, gain in ((q, gains[0]), (k, gains[1])))
+    q, k = (rotate(halves_of_pairs(x, size) if pairs else x, rotation).to(dtype) for x in (q, k))
     close(queries, q)
     if written is None:
         close(made, k)
         return
     assert made is None
-    close(keys, stored[0].index_copy(0, rows, k))
-    assert torch.equal(values, stored[1].index_copy(0, rows, v)), "values are copied, and no other row changes"
+    before, after = (both.flatten(1, 2) for both in (stored, torch.stack([keys, values])))
+    close(after[0], before[0].index_copy(0, rows, k))
+    assert torch.equal(after[1], before[1].index_copy(0, rows, v)), "values are copied, and no other row changes"
 
 
 @few
@@ -187,8 +192,9 @@ def test_norms_rotation_and_storing_of_heads(
 def test_gates_of_mlps(dtype: torch.dtype, width: int, activation: str, weighs: bool) -> None:
     gates, ups = drawn(dtype, 2, 2 * width).chunk(2, -1)
     weights = drawn(torch.float32, 2, 1, seed=1) if weighs else None
-    activated = F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")
-    expected = activated * ups
+    wide = gates.float()
+    activated = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
+    expected = (activated * ups).to(dtype)
     close(KERNELS.gate_rows(gates, ups, activation, weights), expected if weights is None else expected.mul_(weights))
 
 
@@ -230,13 +236,11 @@ def test_attention_with_other_scores_takes_the_kernel(shape: dict[str, Any], mon
 
 def slots_of(num_slots: int) -> Slots:
     """Returns slots with some state, of which the first ones run."""
-    made = Slots(Mock(), num_slots, torch.device("cpu"))
-    made.transcript.reserve(9)
-    running = num_slots * 3 // 4
-    columns = made.transcript.take(running)
-    places = [made.transcript.place(number % 5, column) for number, column in enumerate(columns)]
-    rows = [[1] * running, [number % 5 for number in range(running)], [*range(running)], places, [4] * running]
-    made.fill(0, [*rows, [0] * running], torch.arange(running))
+    made = Slots(Mock(), num_slots, torch.device("cpu"), max_context_tokens=9)
+    numbers = [*range(num_slots * 3 // 4)]
+    running = len(numbers)
+    rows = [[1] * running, [number % 5 for number in numbers], numbers, numbers, [4] * running, [0] * running, numbers]
+    made.fill(0, rows)
     return made
 
 
@@ -250,12 +254,10 @@ def test_the_end_of_a_step(num_slots: int, stop_tokens: tuple[int, ...]) -> None
     count = max(1, num_slots * 3 // 4)
     for slots, kernels in ((found, KERNELS), (expected, None)):
         slots.take(tokens[:count], logprobs[:count], torch.tensor(stop_tokens, dtype=torch.int64), kernels)
-    for name in ("state", "stopped", "failed", "finished"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    running = num_slots * 3 // 4
-    written = found.state[PLACE, :running] - found.transcript.stride
-    for buffer, plain in zip(found.transcript.tensors(), expected.transcript.tensors(), strict=True):
-        torch.testing.assert_close(buffer[written], plain[written], equal_nan=True)
+    assert torch.equal(found.state, expected.state)
+    for name in ("tokens", "logprobs", "flags"):
+        one, other = getattr(found.results, name), getattr(expected.results, name)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @few
@@ -278,11 +280,11 @@ def test_kernels_that_compute_something_else_are_seen() -> None:
     assert wrong(KERNELS, gate_rows=lambda gates, ups, activation: gates * ups) > 0.05
     assert wrong(KERNELS, add_norm=lambda hidden, made, gain, eps: normed(hidden, gain, eps)) > 0.05
 
-    def unwritten(*arguments: Any, written: Written, **settings: Any) -> tuple[Tensor, Any]:
-        elsewhere = written._replace(keys=written.keys.clone())
-        return KERNELS.rotate_heads(*arguments, written=elsewhere, **settings)
+    def unwritten(*arguments: Any) -> tuple[Tensor, Any]:
+        *given, written = arguments
+        return KERNELS.turn_heads(*given, written._replace(keys=written.keys.clone()))
 
-    assert wrong(KERNELS, rotate_heads=unwritten) > 0.05
+    assert wrong(KERNELS, turn_heads=unwritten) > 0.05
 
 
 def test_cpus_keep_torch() -> None:
@@ -392,54 +394,57 @@ def test_a_dense_layer_decodes_in_nine_launches(tmp_path: Path, monkeypatch: pyt
     one, two = (launches_of_step(tmp_path / str(layers), layers, monkeypatch) for layers in (1, 2))
     of_layer = two - one
     assert of_layer == {
-        "add_norm": 2, "linear": 2, "addmm_": 2, "rotate_heads": 1, "attend_blocks": 1, "gate_rows": 1,
+        "add_norm": 2, "linear": 2, "addmm_": 2, "turn_heads": 1, "attend_blocks": 1, "gate_rows": 1,
     }  # fmt: skip
     assert of_layer.total() == 9
     outside = one - of_layer
-    places, rotations = {"floor_divide": 1, "mul": 1, "remainder": 1, "gather": 1, "add": 1}, {"index_select": 2}
-    logits = {"embedding": 1, "add_norm": 1, "linear": 1, "fill_": 1, "draw_rows": 1, "finish_step": 1}
-    assert outside == {**places, **rotations, **logits}
+    assert outside == {"embedding": 1, "add_norm": 1, "linear": 1, "fill_": 1, "draw_rows": 1, "finish_step": 1}
 
 
 INTEGERS = {
-    "_add_norm": "width hidden_stride made_stride",
-    "_rotate_heads": "num_heads num_kv_heads head_dim size fused_stride query_stride rotation_stride rows_step "
-    "row_stride head_stride",
-    "_gate_rows": "width gate_width gate_stride gate_group_stride up_stride",
+    "_norm_forward": "num_rows x_stride added_stride size",
+    "_turn_forward": "num_tokens num_queries num_keys group query_token_stride query_group_stride key_token_stride "
+    "key_group_stride angle_stride table_stride block_tokens place_stride head_stride",
+    "_gate_forward": "num_rows size group_size gate_stride group_stride up_stride",
     "_finish_step": "num_slots state_stride increments_stride",
     "_draw": "vocab row_stride",
     "_attend": "slot_stride head_stride table_stride num_kv_heads group_size head_dim window",
 }
 TYPES = {
     **dict.fromkeys(("eps", "offset", "temperature", "scale", "softcap"), "fp32"),
-    **dict.fromkeys(("cos", "signed_sin", "weights", "logprobs", "all_logprobs"), "*fp32"),
-    **dict.fromkeys(("rows", "streams", "positions", "tokens", "stops", "state", "increments", "all_tokens"), "*i64"),
+    **dict.fromkeys(("cos", "sin", "weights", "logprobs", "all_logprobs"), "*fp32"),
+    **dict.fromkeys(("streams", "positions", "tokens", "stops", "state", "increments", "all_tokens"), "*i64"),
+    "angle_rows": "*i64",
     **dict.fromkeys(("stopped", "failed", "finished"), "*i1"),
     "table": "*i32",
 }
-NORM = {"columns": 8192, "adds": True, "adds_bias": True, "has_post": True, "norms": True, "centers": False}
-HEADS = {"heads_at_once": 4, "has_norms": True, "by_rows": True}
-SCORES = {"has_window": True, "has_softcap": True, "has_sinks": True}
+ROWS, SCORES = {"rows": 1, "block": 8192}, {"group_rows": 16, "block_tokens": 64, "dim_columns": 128}
+HEADS = {"head_dim": 128, "half": 64, "is_pairs": True, "rows": 4, "half_block": 64, "rest_block": 1, "head_block": 128}
+WIDE_HEADS = HEADS | {"head_dim": 256, "half": 128, "is_pairs": False, "half_block": 128, "head_block": 256}
+GATES = {"activation": "silu", "rows": 1, "block": 1024}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constants", "num_warps"),
     [
-        ("_add_norm", NORM, 16),
-        ("_rotate_heads", {"dim_columns": 128, "pairs": True, **HEADS}, 2),
-        ("_rotate_heads", {"dim_columns": 256, "pairs": False, **HEADS}, 2),
-        ("_gate_rows", {"kind": 0, "has_weights": True, "rounds": True, "columns": 1024}, 4),
+        ("_norm_forward", {**ROWS, "bias": None}, 16),
+        ("_norm_forward", {**ROWS, "added_bias": None, "post_weight": None}, 16),
+        ("_turn_forward", HEADS, 4),
+        ("_turn_forward", WIDE_HEADS, 4),
+        ("_gate_forward", GATES, 4),
+        ("_gate_forward", {**GATES, "activation": "sigmoid", "weights": None}, 4),
         ("_finish_step", {"num_stops": 2, "slots_at_once": 128}, 4),
         ("_draw", {"blocks_at_once": 32, "block_tokens": 128, "is_greedy": False}, 8),
-        ("_attend", {"group_rows": 16, "block_tokens": 64, "dim_columns": 128, **dict.fromkeys(SCORES, False)}, 4),
-        ("_attend", {"group_rows": 16, "block_tokens": 64, "dim_columns": 128, **SCORES}, 4),
+        ("_attend", {**SCORES, "window": None, "softcap": None, "sinks": None}, 4),
+        ("_attend", SCORES, 4),
     ],
 )
 def test_kernels_compile_for_every_gpu_and_spill_nothing(name: str, constants: dict[str, Any], num_warps: int) -> None:
-    """Sizes are those of models of 0.6 to 32 billion parameters in bfloat16."""
-    signature = {argument: TYPES.get(argument, "*bf16") for argument in getattr(triton_kernels, name).arg_names}
+    """Sizes are those of models of 0.6 to 32 billion parameters in bfloat16. What is None is left out of a kernel."""
+    module = formulas if hasattr(formulas, name) else triton_kernels
+    signature = {argument: TYPES.get(argument, "*bf16") for argument in getattr(module, name).arg_names}
     signature |= dict.fromkeys(INTEGERS[name].split(), "i32")
-    found = compiled("rltrain.rollout.embedded.triton_kernels", {name: (signature, constants)}, num_warps=num_warps)
+    found = compiled(module.__name__, {name: (signature, constants)}, num_warps=num_warps)
     most_bytes = 64 if name == "_attend" else 0  # a query and a result per thread, in all registers
     assert all(figures["spills"] <= most_bytes for figures in found[name].values()), found

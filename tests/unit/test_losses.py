@@ -21,6 +21,7 @@ from rltrain.algorithms.losses import (
     likelihood_loss,
     masked_max,
     ranking_loss,
+    response_totals,
     sample_index,
     token_weights,
     value_loss,
@@ -314,6 +315,16 @@ def test_likelihood_loss_is_mean_negative_log_likelihood_of_the_response() -> No
 def test_maximum_of_nothing_is_zero() -> None:
     assert masked_max(torch.tensor([3.0]), torch.tensor([False])).item() == 0
     assert masked_max(torch.empty(0), torch.empty(0, dtype=torch.bool)).item() == 0
+
+
+def test_totals_leave_out_what_is_outside_of_responses() -> None:
+    experience = make_experience(2, [2, 1], [1, 2])
+    nothing = torch.nan
+    wide = torch.tensor([nothing, nothing, 0.1, nothing, 0.2, 0.4], dtype=torch.float64)
+    flags = torch.tensor([True, True, True, True, False, True])
+    totals = response_totals(experience, {"wide": wide, "flags": flags})
+    assert totals["wide"].dtype == torch.float64 and totals["wide"].item() == pytest.approx(0.7, abs=1e-12)
+    assert totals["flags"].dtype == torch.float32 and totals["flags"].item() == 2
 
 
 CPU = torch.device("cpu")

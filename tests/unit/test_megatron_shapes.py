@@ -176,8 +176,10 @@ CASES_OF = {
     "moonlight": ("tp2 cp2 ep2",),
     GROUPS: ("tp4", "cp2 ep4 deepep", "pp2 cp2 ep2 by heads"),
     "rounded": ("ep2 etp2",),
-    "alike": ("tp2 ep2",),
-    "alike of yarn": ("tp2 pp2",),
+    "alike": ("tp2 ep2", "cp2 ep4"),
+    "alike of yarn": ("tp2 pp2", "tp2 cp2 by heads"),
+    "alike latent": ("tp2 ep2", "pp2 cp2 ep2 by heads"),
+    "alike further": ("pp2 cp2 ep2",),
 }
 NAMES = {LATENT: "latent", GROUPS: "groups"}
 TRAINING_CASES = {f"{NAMES.get(of, of)} {grid}": of for of, grids in CASES_OF.items() for grid in grids}

@@ -14,7 +14,7 @@ from rltrain.training import prefix_tree, sliced_attention
 from rltrain.training.packed_attention import attend_blockwise
 from rltrain.training.packing import ContextShare, Packing, make_micro_batches, pack, places_of, places_of_all
 from rltrain.training.prefix_tree import PrefixTree, SortedSamples
-from rltrain.training.sliced_attention import SlicedRows, attend_rows, tree_rows
+from rltrain.training.sliced_attention import SlicedRows, TreeBlocks, attend_rows, tree_rows
 from tests.support.packed_experience import plain_experience
 
 CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ def tries(draw: st.DrawFn) -> list[list[int]]:
     return texts
 
 
-def tree_of(texts: list[list[int]]) -> PrefixTree:
-    return SortedSamples.of(samples_of(texts)).tree()
+def tree_of(texts: list[list[int]], *, looks_ahead: bool = False) -> PrefixTree:
+    return SortedSamples.of(samples_of(texts), looks_ahead=looks_ahead).tree()
 
 
 @given(tries())
@@ -78,6 +78,18 @@ def test_what_is_shared_is_long_enough_and_all_that_is(texts: list[list[int]]) -
     with patch.object(prefix_tree, "MIN_SHARED_TOKENS", 1):
         distinct = {tuple(text[: place + 1]) for text in texts for place in range(len(text))}
         assert tree_of(texts).num_rows == len(distinct)
+
+
+@given(tries())
+@settings(max_examples=60, deadline=None)
+def test_the_samples_of_a_row_go_on_alike_if_it_looks_ahead(texts: list[list[int]]) -> None:
+    with patch.object(prefix_tree, "MIN_SHARED_TOKENS", 1):
+        tree = tree_of(texts, looks_ahead=True)
+    seen = [(*text[: place + 1], *(text[place + 1 : place + 2] or [0])) for text in texts for place in range(len(text))]
+    of_rows: dict[int, tuple[int, ...]] = {}
+    for row, beginning in zip(tree.row_of_token.tolist(), seen, strict=True):
+        assert of_rows.setdefault(row, beginning) == beginning
+    assert tree.num_rows == len(set(seen)), "all that can be shared is"
 
 
 @given(tries(), st.data())
@@ -152,6 +164,14 @@ def test_attention_and_its_gradients_are_those_of_each_sample(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@given(st.lists(st.integers(33, 300), min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_runs_are_padded_by_at_most_a_third_on_cpus(lengths: list[int]) -> None:
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    blocks = TreeBlocks.of([-1] * len(lengths), starts, lengths, CPU)
+    assert sum(count * width for count, width in blocks.runs.batches) <= sum(lengths) / 0.75
+
+
 @given(texts=tries(), size=st.sampled_from([2, 3]))
 @settings(max_examples=15, deadline=None)
 def test_ranks_that_cut_a_tree_attend_to_the_same_keys(texts: list[list[int]], size: int) -> None:
@@ -171,8 +191,11 @@ def test_ranks_that_cut_a_tree_attend_to_the_same_keys(texts: list[list[int]], s
         torch.testing.assert_close(found, whole[own])
 
 
-def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's stand-in computes on the CPU, and autograd keeps its inputs."""
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(
+    value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's stand-in computes on the CPU, and autograd keeps its inputs. It takes one size of heads."""
     texts = [[1] * 20 + [2] * 9, [1] * 20 + [3] * 4, [1] * 20]
     tree = tree_of(texts)
     rows = tree_rows(tree, tree.lengths, [len(text) for text in texts], SlicedRows, CPU)
@@ -180,6 +203,7 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **settings: object) -> Tensor:
         calls.append((len(q), len(k)))
+        assert q.size(-1) == k.size(-1) == v.size(-1)
         of_keys: Tensor = settings["key_boundaries"]  # type: ignore[assignment]
         parts = []
         for first, last, first_key, last_key in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
@@ -191,7 +215,7 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
             parts.append((scores.softmax(-1) @ values).transpose(0, 1))
         return torch.cat(parts)
 
-    query, key, value = (torch.randn(tree.num_rows, 2, 8, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(tree.num_rows, 2, size, requires_grad=True) for size in (8, 8, value_size))
     expected = attend_rows(query, key, value, rows, None)
     wanted = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * wanted).sum(), (query, key, value))
@@ -204,20 +228,21 @@ def test_a_gpu_takes_all_runs_in_one_call_and_keeps_no_copies_of_keys(monkeypatc
         torch.testing.assert_close(one, other)
 
 
-@given(tries(), st.integers(5, 60))
+@given(tries(), st.integers(5, 60), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_micro_batches_count_computed_tokens(texts: list[list[int]], max_tokens: int) -> None:
+def test_micro_batches_count_computed_tokens(texts: list[list[int]], max_tokens: int, looks_ahead: bool) -> None:
     samples = samples_of(texts)
-    batches = pack(samples, max_tokens, device=CPU, prefixes=SortedSamples.of(samples))
+    batches = pack(samples, max_tokens, device=CPU, prefixes=SortedSamples.of(samples, looks_ahead=looks_ahead))
     places = torch.cat([batch.token_index for batch in batches])
     assert torch.equal(places.sort().values, torch.arange(samples.num_tokens))
     for batch in batches:
         assert batch.num_computed_tokens <= max_tokens or len(batch.lengths) == 1
-        assert batch.slices is not None and batch.slices.drawn is not None
-        rows, tokens = batch.slices.drawn.rows, batch.slices.drawn.tokens
+        assert batch.slices is not None and len(batch.slices.drawn) == 1 + looks_ahead
         assert torch.equal(batch.padded_tokens[batch.slices.row_of_token], batch.experience.tokens)
-        assert torch.equal(rows, batch.slices.row_of_token[tokens - 1])
-        assert len(tokens) == batch.num_tokens - len(batch.lengths)
+        for ahead, drawn in enumerate(batch.slices.drawn, 1):
+            assert torch.equal(drawn.rows, batch.slices.row_of_token[drawn.tokens - ahead])
+            assert len(drawn.tokens) == sum(max(length - ahead, 0) for length in batch.lengths)
+            assert torch.equal(drawn.starts.diff(), drawn.rows.bincount(minlength=batch.num_rows))
         ends, before = batch.computed
         assert sum(ends) - sum(before) == batch.num_computed_tokens == batch.num_rows
 

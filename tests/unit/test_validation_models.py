@@ -565,7 +565,6 @@ def predicting_config(path: Path | str = "m", model: dict[str, Any] | None = Non
         ),
         ({"lora": {"rank": 4}}, {}, "which trains only adapters"),
         ({"residual_dtype": "float32"}, {}, r"model\.residual_dtype: got float32 with"),
-        ({}, {"actor": {"share_prefixes": True}}, r"actor\.share_prefixes: got true with model\.mtp"),
         ({}, {"reference": REFERENCE}, r"reference\.refresh_every: got 2 with model\.mtp"),
     ],
 )

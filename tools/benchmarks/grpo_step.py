@@ -48,6 +48,7 @@ def steps_of_rltrain(model: str, start: str, num_steps: int, share_prefixes: str
             "model.path": model,
             "data.train.path": f"{start}/train.jsonl",
             "data.eval": "null",
+            "rollout.max_running_requests": PROMPTS * SAMPLES,  # TRL generates all samples at once too
             "loss.kl.coef": 0,
             "steps": num_steps + UNCOUNTED,
             "output_dir": folder,

@@ -1,12 +1,13 @@
-"""Counts the launches of a decoder layer and the bytes they move, as on a GPU, on a machine without one.
+"""Counts the launches of a micro-batch and of a decode step, and the bytes of a layer, as on a GPU, without one.
 
     python tools/benchmarks/launches.py [--model Qwen3-8B] [--tokens 8192] [--recompute selective] [--output FILE]
 
-Layers run on torch's meta device in bf16: forward and backward through the code of a training step, and a decode step
-of the embedded engine. A dispatch mode counts their operators. A view launches nothing; every other operator launches
-one kernel, or as many as KERNELS tells. Bytes are those of the tensors that an operator takes and makes. The minimum
-has every input of a fused formula read once and every output written once. Counts are of one layer among others, so
-they are the difference of models with two layers and one. Gradients accumulate in fp32, as in training.
+They run on torch's meta device in bf16: a micro-batch of an update, with log-probs, policy loss and backward, and a
+decode step of the embedded engine. Of the backend fsdp layers alone run. A dispatch mode counts operators. A view
+launches nothing; every other operator launches one kernel, or as many as KERNELS tells. Work on the host is left out.
+Bytes are those of the tensors that an operator takes and makes. The minimum has every input of a fused formula read
+once and every output written once. Counts of a layer are the difference of models with two layers and one. The rest is
+outside of layers. Gradients accumulate in fp32, as in training.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
@@ -33,24 +34,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rltrain.algorithms.policy_loss import policy_loss
 from rltrain.config import schema
-from rltrain.models import Architecture, attention, fused, products, read_architecture
+from rltrain.data.experience import Experience
+from rltrain.models import Architecture, attention, fused, layer_kernels, products, read_architecture
 from rltrain.planning.options import SHIPPED
 from rltrain.reshard.copy_table import allocate_parameters
-from rltrain.rollout.embedded import triton_kernels
 from rltrain.rollout.embedded.block_cache import KernelBlocks
-from rltrain.rollout.embedded.layers import layer_kernels
+from rltrain.rollout.embedded.decoder import Decoder, Slots, draw_by_kernel
+from rltrain.rollout.embedded.layers import layer_kernels as kernels_of_engine
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parameters import TensorParallel
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.runtime.grid import Grid
 from rltrain.runtime.placement import group_lists
 from rltrain.runtime.process_groups import ProcessGroups
+from rltrain.training import logit_kernels, vocabulary
 from rltrain.training.fsdp_attention import compute_fused
 from rltrain.training.fsdp_model import empty_model
+from rltrain.training.logprobs import token_logprobs
 from rltrain.training.megatron import model_config, platform
+from rltrain.training.megatron.backend import run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model
 from rltrain.training.packed_attention import PackedRows, packed_rows
+from rltrain.training.packing import MicroBatch
 
 META = torch.device("meta")
 SLOTS, POSITIONS = 64, 1024
@@ -79,12 +87,21 @@ class Counts:
         self.num_bytes[name] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def minus(self, other: "Counts") -> "Counts":
-        names = self.launches.keys() | other.launches.keys()
-        return Counts(
-            Counter({name: self.launches[name] - other.launches[name] for name in names}),
-            Counter({name: self.num_bytes[name] - other.num_bytes[name] for name in names}),
-            self.kept - other.kept,
-        )
+        made = Counts(Counter(self.launches), Counter(self.num_bytes), self.kept - other.kept)
+        made.launches.subtract(other.launches)
+        made.num_bytes.subtract(other.num_bytes)
+        return made
+
+
+class Measured(NamedTuple):
+    """The counts of a layer, and of what is outside of layers."""
+
+    layer: Counts
+    outside: Counts
+
+    def launches(self, num_layers: int) -> int:
+        """Returns the launches of a model."""
+        return self.outside.launches.total() + num_layers * self.layer.launches.total()
 
 
 class CountingMode(TorchDispatchMode):
@@ -106,10 +123,11 @@ class CountingMode(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         storages = [leaf.untyped_storage() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         self._made += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages if not func.is_view]
-        if isinstance(made, Tensor | tuple | list) and not (func.is_view or name in FREE):
-            of_inputs, of_outputs = (
-                [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), made)
-            )
+        of_inputs, of_outputs = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), made)
+        )
+        on_host = all(one.device != META for one in (*of_inputs, *of_outputs))
+        if of_outputs and not (func.is_view or name in FREE or on_host):
             written = [one for one in of_outputs if all(one is not given for given in of_inputs)]
             changed = of_inputs[:1] if name.endswith("_") and not name.startswith("_") else []
             if name.rstrip("_") in ("zero", "fill", "copy", "normal"):  # these do not read what they write
@@ -128,7 +146,8 @@ def as_on_a_gpu() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: META),
             (attention, "FLASH_DEVICE", META.type),
             (attention, "fused_kernels", lambda device: fused),
-            (fused, "launch", _launch),
+            (layer_kernels, "launch", _launch),
+            (vocabulary, "_kernels", lambda device: logit_kernels),
             (model_config, "accumulates_in_products", lambda device: True),
             (products, "adds_products", lambda device, dtype: True),
             (torch.nn.functional, "rms_norm", _rms_norm),
@@ -163,13 +182,21 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -
     return normed
 
 
+TABLES = {"table": ("made_keys", "made_values"), "angle_rows": ("cos", "sin")}
+"""Arguments of which a kernel touches one row for each token, if it is given the first one."""
+
+
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Notes a launch of a Triton kernel, which computes nothing here."""
-    name: str = kernel.__name__
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    for rows, tables in TABLES.items():
+        for name in tables if given.get(rows) is not None else ():
+            if name in given:
+                given[name] = given[name].unflatten(0, (-1, 1)).flatten(0, -3)[: len(arguments[0])]
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         if isinstance(mode, CountingMode):
-            tensors = {(one.data_ptr(), id(one)): one for one in arguments if isinstance(one, Tensor)}
-            mode.counts.note(name.strip("_"), [*tensors.values()])
+            tensors = {(one.data_ptr(), id(one)): one for one in given.values() if isinstance(one, Tensor)}
+            mode.counts.note(kernel.__name__.strip("_"), [*tensors.values()])
 
 
 def count(step: Callable[[], object]) -> Counts:
@@ -179,24 +206,34 @@ def count(step: Callable[[], object]) -> Counts:
     return mode.counts
 
 
-def count_passes(forward: Callable[[], Tensor]) -> Counts:
-    """Returns the counts of a forward pass and its backward pass."""
-    with CountingMode() as mode:
-        made = forward()
-        mode.counts.kept = mode.num_alive()
-        made.backward(torch.empty_like(made))
-    return mode.counts
+def note_kept() -> None:
+    """Notes the bytes that a forward pass has left for backward."""
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, CountingMode):
+            mode.counts.kept = mode.num_alive()
 
 
 def lengths_of(arguments: argparse.Namespace) -> list[int]:
     return [arguments.tokens // arguments.samples] * arguments.samples
 
 
-def megatron_layers(groups: ProcessGroups, lengths: list[int], recompute: str, folder: Path) -> Counts:
-    """Returns the counts of Megatron's local layers and of the norm after them."""
-    architecture = read_architecture(folder)
+def experience_of(lengths: list[int]) -> Experience:
+    """Returns samples of responses, with what the loss of a policy needs."""
+    numbers, num_tokens = torch.arange(len(lengths)), sum(lengths)
+    of_tokens = dict.fromkeys(("advantages", "rollout_logprobs", "actor_logprobs"), torch.zeros(num_tokens))
+    return Experience(
+        group_ids=numbers,
+        lengths=torch.tensor(lengths),
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        response_mask=torch.ones(num_tokens, dtype=torch.bool),
+        **of_tokens,
+    )
+
+
+def megatron_micro_batch(groups: ProcessGroups, lengths: list[int], recompute: str, folder: Path) -> Counts:
+    """Returns the counts of a micro-batch with Megatron's local layers: log-probs, the policy's loss, and gradients."""
     model: LanguageModel = build_model(
-        architecture,
+        read_architecture(folder),
         GRID,
         groups,
         model=schema.Model(path="", dtype="bfloat16", recompute=recompute),  # type: ignore[arg-type]
@@ -208,21 +245,14 @@ def megatron_layers(groups: ProcessGroups, lengths: list[int], recompute: str, f
     wrapped = DistributedDataParallel(model.config, settings, chunk, pg_collection=model.pg_collection)
     for parameter in chunk.parameters():
         parameter.main_grad = parameter.main_grad.to(META)
-    sequences = model.sequences(lengths)
-    hidden = torch.empty(
-        sum(lengths), 1, architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
-    )
-    angles = chunk._angles(hidden, sequences)
+    batches, loss_function = model.micro_batches(experience_of(lengths), sum(lengths)), policy_loss(schema.Loss(), 1)
 
-    def forward() -> Tensor:
-        made: Tensor = chunk.decoder(
-            hidden_states=hidden, attention_mask=None, packed_seq_params=sequences, rotary_pos_emb=angles
-        )
-        return made
+    def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, Any]:
+        made = loss_function(batch.experience, *token_logprobs(model, batch, outputs, 1.0))
+        note_kept()
+        return made.loss, made
 
-    counts = count_passes(forward)
-    del wrapped  # its hooks, which accumulate gradients, end with it
-    return counts
+    return count(lambda: run_schedule(model, batches, loss, chunks=[wrapped], backward=True))
 
 
 def fsdp_layers(groups: ProcessGroups, lengths: list[int], recompute: str, folder: Path) -> Counts:
@@ -236,41 +266,19 @@ def fsdp_layers(groups: ProcessGroups, lengths: list[int], recompute: str, folde
         1, sum(lengths), architecture.hidden_size, device=META, dtype=torch.bfloat16, requires_grad=True
     )
 
-    def forward() -> Tensor:
-        made: Tensor = decoder(
+    def step() -> None:
+        made = decoder(
             inputs_embeds=hidden, position_ids=sequences.positions[None], use_cache=False, rltrain_sequences=sequences
         ).last_hidden_state
-        return made
+        note_kept()
+        made.backward(torch.empty_like(made))
 
-    return count_passes(forward)
-
-
-class CountedKernel:
-    """A replacement for a Triton kernel that is launched as kernel[grid](...). With `num_rows` it touches only so many
-    rows of caches [blocks, tokens of a block, ...]."""
-
-    def __init__(self, kernel: Any, num_rows: int | None) -> None:
-        self.kernel, self.num_rows = kernel, num_rows
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return partial(self._launch, grid)
-
-    def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
-        is_cache = [isinstance(one, Tensor) and one.dim() == 4 and self.num_rows is not None for one in arguments]
-        touched = (
-            one.flatten(0, 1)[: self.num_rows] if cached else one
-            for one, cached in zip(arguments, is_cache, strict=True)
-        )
-        _launch(self.kernel, grid, *touched, **constants)
+    return count(step)
 
 
-DECODING = ("_add_norm", "_rotate_heads", "_gate_rows", "_attend")
-"""Kernels of a layer in a decode step. Attention alone reads all of a cache."""
-
-
-def decoding_layers(num_slots: int, num_positions: int, folder: Path) -> Counts:
-    """Returns the counts of the embedded engine's layers in a decode step of `num_slots` samples, each with
-    `num_positions` tokens, with the Triton kernels that a GPU uses."""
+def decode_step(num_slots: int, num_positions: int, folder: Path) -> Counts:
+    """Returns the counts of the embedded engine in a decode step of `num_slots` samples, each with `num_positions`
+    tokens, with the Triton kernels that a GPU uses."""
     architecture = read_architecture(folder)
     parameters = allocate_parameters(engine_layout(architecture, Grid((0,)), dtype="bfloat16"), 0, device=META)
     model = EngineModel(
@@ -281,29 +289,26 @@ def decoding_layers(num_slots: int, num_positions: int, folder: Path) -> Counts:
         architecture.max_positions,
         torch.bfloat16,
         META,
-        kernels=layer_kernels(),
+        kernels=kernels_of_engine(),
     )
     shape, size = model.attention_shape, KernelBlocks.block_tokens
     num_blocks = num_slots * -(-num_positions // size)
-    cache = torch.empty(num_blocks, size, shape.num_kv_heads, shape.head_dim, device=META, dtype=torch.bfloat16)
-    blocks = types.SimpleNamespace(
+    keys = torch.empty(num_blocks, size, shape.num_kv_heads, shape.head_dim, device=META, dtype=torch.bfloat16)
+    blocks: Any = types.SimpleNamespace(
         shape=shape,
-        block_tokens=size,
         capacity=num_positions,
-        layers=[(cache, torch.empty_like(cache))] * architecture.num_layers,
+        layers=[(keys, torch.empty_like(keys))] * architecture.num_layers,
         routing=(),
         table=torch.empty(num_slots, num_blocks // num_slots, device=META, dtype=torch.int32),
+        decode_attention=lambda positions, longest: KernelBlocks(blocks, positions, longest),
+        reserve=lambda *sizes, num_used: None,
+        free=lambda first, end: None,
     )
-    tokens, positions = (torch.empty(num_slots, device=META, dtype=torch.int64) for _ in range(2))
-
-    def step() -> None:
-        model.forward(tokens, positions, KernelBlocks(cast(Any, blocks), positions, num_positions))
-
-    with ExitStack() as stack:
-        for name in DECODING:
-            counted = CountedKernel(getattr(triton_kernels, name), None if name == "_attend" else num_slots)
-            stack.enter_context(mock.patch.object(triton_kernels, name, counted))
-        stack.enter_context(torch.inference_mode())
+    with torch.inference_mode():
+        slots = Slots(blocks, num_slots, META, max_context_tokens=num_positions)
+        decoder = Decoder(model, slots, draw_by_kernel, None)
+        step = partial(decoder.step, num_slots, num_positions, SamplingParams(1.0, 1.0, 0, 1, (0,)))
+        step()  # memory of the stop tokens
         return count(step)
 
 
@@ -357,11 +362,11 @@ def least_of_decoding(architecture: Architecture, num_positions: int) -> list[Pa
 
 
 def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dict[str, Any]:
-    """Prints a table and returns its sums."""
+    """Prints a table of a layer and returns its sums."""
     least_bytes = sum(2 * (part.per_token * num_tokens + part.of_weights) for part in parts)
     sums = {
-        "launches": sum(counts.launches.values()),
-        "bytes": sum(counts.num_bytes.values()),
+        "launches": counts.launches.total(),
+        "bytes": counts.num_bytes.total(),
         "least_launches": sum(part.launches for part in parts),
         "least_bytes": least_bytes,
         "kept_bytes_per_token": counts.kept / num_tokens,
@@ -377,22 +382,34 @@ def report(name: str, counts: Counts, parts: list[Part], num_tokens: int) -> dic
     return sums
 
 
-def measure(folder: Path, lengths: list[int], recompute: str = "none") -> dict[str, Counts]:
-    """Returns the counts of a layer in training, by backend. `recompute` is model.recompute."""
+def report_whole(name: str, measured: Measured, num_layers: int) -> dict[str, int]:
+    """Prints the launches outside of layers and those of a whole model, and returns their sums."""
+    outside = {operator: number for operator, number in measured.outside.launches.most_common() if number}
+    print(f"\n{name}, outside of layers: {sum(outside.values())} launches")
+    print("  " + ", ".join(f"{number} {operator}" for operator, number in outside.items()))
+    print(f"  with {num_layers} layers: {measured.launches(num_layers)} launches")
+    return {"outside_launches": sum(outside.values()), "all_launches": measured.launches(num_layers)}
+
+
+def measure(folder: Path, lengths: list[int], recompute: str = "none") -> dict[str, Measured]:
+    """Returns the counts of training by backend. FSDP's have no more than layers and the norm after them.
+
+    `recompute` is model.recompute.
+    """
     groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
-    made = {"megatron": megatron_layers, "fsdp": fsdp_layers}
-    return {name: _of_a_layer(folder, partial(layers, groups, lengths, recompute)) for name, layers in made.items()}
+    made = {"megatron": megatron_micro_batch, "fsdp": fsdp_layers}
+    return {name: _measured(folder, partial(counted, groups, lengths, recompute)) for name, counted in made.items()}
 
 
-def measure_decoding(folder: Path, num_slots: int, num_positions: int) -> Counts:
-    """Returns the counts of a layer in a decode step."""
-    return _of_a_layer(folder, partial(decoding_layers, num_slots, num_positions))
+def measure_decoding(folder: Path, num_slots: int, num_positions: int) -> Measured:
+    """Returns the counts of a decode step."""
+    return _measured(folder, partial(decode_step, num_slots, num_positions))
 
 
-def _of_a_layer(folder: Path, layers: Callable[[Path], Counts]) -> Counts:
+def _measured(folder: Path, counted: Callable[[Path], Counts]) -> Measured:
     with as_on_a_gpu(), tempfile.TemporaryDirectory() as copies:
-        one, two = (layers(shortened_copy(folder, Path(copies, str(number)), number)) for number in (1, 2))
-    return two.minus(one)
+        one, two = (counted(shortened_copy(folder, Path(copies, str(number)), number)) for number in (1, 2))
+    return Measured(two.minus(one), one.minus(two.minus(one)))
 
 
 def shortened_copy(folder: Path, copy: Path, num_layers: int) -> Path:
@@ -413,14 +430,17 @@ def main() -> None:
     arguments = made.parse_args()
     architecture, lengths = read_architecture(SHIPPED / arguments.model), lengths_of(arguments)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parts = least(architecture)
+    parts, num_layers = least(architecture), architecture.num_layers
     found = measure(SHIPPED / arguments.model, lengths, arguments.recompute)
     result = {
-        name: report(f"{name}, forward and backward", counts, parts, sum(lengths)) for name, counts in found.items()
+        name: report(f"{name}, forward and backward", measured.layer, parts, sum(lengths))
+        for name, measured in found.items()
     }
+    result["megatron"] |= report_whole("micro-batch with Megatron", found["megatron"], num_layers)
     decoding = measure_decoding(SHIPPED / arguments.model, SLOTS, POSITIONS)
     parts = least_of_decoding(architecture, POSITIONS)
-    result["decoding"] = report(f"decode step of {SLOTS} samples of {POSITIONS} tokens", decoding, parts, SLOTS)
+    result["decoding"] = report(f"decode step of {SLOTS} samples of {POSITIONS} tokens", decoding.layer, parts, SLOTS)
+    result["decoding"] |= report_whole("decode step", decoding, num_layers)
     line = json.dumps({"benchmark": "launches", "model": arguments.model, "tokens": sum(lengths)} | result)
     if arguments.output:
         arguments.output.write_text(line + "\n")

@@ -5,11 +5,13 @@
 A case is "groups x samples x prompt + response". With the letter c before it, it is "conversations x turns x prompt +
 response": one sample per turn, which leaves out the first half of earlier responses, their reasoning. A case prints
 seconds of both ways, in turn, and the bytes that autograd keeps for backward. It also prints how much of the gain in
-tokens is gained in seconds and in bytes. The last line is one JSON object.
+tokens is gained in seconds and in bytes. On a CPU they are seconds of the process, so that other load matters less. The
+last line is one JSON object.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,7 +98,8 @@ def measured(case: str, model: TrainableModel, arguments: argparse.Namespace, de
         for name, step in (("update", update), ("log-probs", evaluation))
         for how in ("alone", "shared")
     }
-    seconds = time_steps(steps, arguments.repeats, device)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    seconds = time_steps(steps, arguments.repeats, device, clock)
     kept = {how: KeptBytes(model.model).of(steps[f"update {how}"]) for how in ("alone", "shared")}
     model.model.share_prefixes = True
     batches = model.model.micro_batches(samples, arguments.micro_batch_tokens)

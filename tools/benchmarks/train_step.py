@@ -168,17 +168,22 @@ class BareStep:
         return logits, loss
 
 
-def time_steps(steps: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Returns the median seconds of the slowest rank for each step, after two warm-up rounds."""
+def time_steps(
+    steps: dict[str, Callable[[], Any]],
+    repeats: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Returns the median seconds of `clock` on the slowest rank for each step, after two warm-up rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 2):
         for name in sorted(steps, reverse=repeat % 2 == 1):
             dist.barrier()
-            start = time.perf_counter()
+            start = clock()
             steps[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            elapsed = torch.tensor([time.perf_counter() - start], device=device)
+            elapsed = torch.tensor([clock() - start], device=device)
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             seconds[name].append(float(elapsed))
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}

@@ -1,6 +1,7 @@
 """A KV cache of blocks within a budget, and attention over the blocks."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from rltrain.rollout.embedded.kv_cache import (
     Written,
     rounded,
     unseen_bias,
+    uploaded,
     window_biases,
 )
 from rltrain.rollout.sample import Sample
@@ -66,9 +68,7 @@ class BlockAttention:
     states: StepStates | None = None
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
-        size = blocks.block_tokens
-        holding = blocks.table[: len(positions)].gather(1, (positions // size)[:, None])[:, 0]
-        self._written = holding * size + positions % size
+        self._table, self._positions = blocks.table[: len(positions)], positions
         self._layers, self._shape, self._routing = blocks.layers, blocks.shape, blocks.routing
 
     @staticmethod
@@ -88,7 +88,7 @@ class BlockAttention:
     def written(self, layer: int) -> Written:
         """Returns the places of the tokens (see DecodeAttention)."""
         keys, values = self._layers[layer]
-        return Written(keys, values, self._written, keys.stride(1), keys.stride(2))
+        return Written(keys, values, self._table, self._positions, keys.size(1), keys.stride(1), keys.stride(2))
 
     def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attends to stored tokens (see DecodeAttention)."""
@@ -99,6 +99,13 @@ class BlockAttention:
         """Keeps the experts of the tokens (see DecodeAttention)."""
         (buffer,) = self._routing
         buffer[layer].flatten(0, 1).index_copy_(0, self._written, experts.to(buffer.dtype))
+
+    @cached_property
+    def _written(self) -> Tensor:
+        """The row of each token among those of all blocks. Kernels find it by themselves."""
+        size = self._layers[0][0].size(1)
+        holding = self._table.gather(1, (self._positions // size)[:, None])[:, 0]
+        return holding * size + self._positions % size
 
     def _attend(
         self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None, sinks: Tensor | None
@@ -159,7 +166,6 @@ class VarlenBlocks(BlockAttention):
 
         num_slots = len(positions)
         self._attention: Callable[..., Any] = varlen_attn
-        self._table = blocks.table[:num_slots]
         self._lengths = (positions + 1).int()
         self._first_queries = blocks.offsets[: num_slots + 1]
         self._first_keys = self._first_queries * blocks.capacity
@@ -202,7 +208,6 @@ class KernelBlocks(BlockAttention):
         from rltrain.rollout.embedded.triton_kernels import attend_blocks  # needs Triton
 
         self._attention: Callable[..., Tensor] = attend_blocks
-        self._table, self._positions = blocks.table[: len(positions)], positions
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
@@ -321,6 +326,8 @@ class BlockCache(KvCache):
         self.shape = shape.attention
         self._num_layers, self._routing_shape = shape.num_layers, shape.routing
         self.states = SampleStates(shape.states, shape.dtype, device, zeros) if shape.states else None
+        self.allows_ahead = self.states is None
+        """A step in flight would move the states of a sample past the token with which it returns."""
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -346,7 +353,7 @@ class BlockCache(KvCache):
         rows = self._allocated().rows
         if not np.array_equal(rows, self._shown):
             self._shown = rows.copy()
-            self.table.copy_(torch.from_numpy(self._shown))
+            self.table.copy_(uploaded(self._shown, self.table.device))
 
     def release(self) -> None:
         self._tables, self._shown = None, np.zeros(())
@@ -364,11 +371,17 @@ class BlockCache(KvCache):
             for slot, entry in enumerate(entries, start=first_slot):
                 if entry.states:
                     self.states.resume(slot, entry.states)
-        copies = [entry.copy for entry in entries if entry.copy]
+        # Only tokens of prompts are copied. The sample beside may have failed in a step not read yet and stored NaN.
+        within = [np.arange((len(sample.prompt) - 1) % self.block_tokens) for sample in samples]
+        copies = [
+            np.add.outer(np.array(entry.copy) * self.block_tokens, places)
+            for entry, places in zip(entries, within, strict=True)
+            if entry.copy
+        ]
         if copies:
-            sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
+            sources, destinations = uploaded(np.concatenate(copies, 1), self.table.device)
             for cache in self._by_position():
-                for layer in cache:  # one by one to save memory
+                for layer in cache.flatten(1, 2):  # one by one to save memory
                     layer.index_copy_(0, destinations, layer.index_select(0, sources))
         return _work([sample.context[:-1] for sample in samples], entries, first_slot)
 
@@ -386,6 +399,12 @@ class BlockCache(KvCache):
             for slot in range(first, end):
                 self._tables.free(slot)
 
+    def erase(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        rows = np.concatenate([self._rows(*at) for at in zip(slots, np.array(positions)[:, None], strict=True)])
+        erased = uploaded(rows, self.table.device)
+        for cache in self.kept:
+            cache.flatten(1, 2).index_fill_(1, erased, 0)
+
     def forget_prompts(self) -> None:
         if self._tables is not None:
             self._tables.forget_prompts()
@@ -394,7 +413,7 @@ class BlockCache(KvCache):
         self._allocated().park(slot, sample, self.states.parked(slot) if self.states else None)
 
     def routed(self, slot: int, first: int, end: int) -> Tensor:
-        rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
+        rows = uploaded(self._rows(slot, np.arange(first, end)), self.table.device)
         return self.routing[0].flatten(1, 2).index_select(1, rows).transpose(0, 1)
 
     @property
@@ -420,7 +439,7 @@ class BlockCache(KvCache):
         ]
         num_read = blocks_of(max(suffix.end for suffix in suffixes), self.block_tokens)
         rows = self._allocated().rows[[suffix.slot for suffix in suffixes], :num_read]
-        blocks = torch.from_numpy(rows).to(self.table.device)
+        blocks = uploaded(rows, self.table.device)
         return _SuffixAttention(self, self._moved(spans), blocks, suffixes, width)
 
     def _decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
@@ -462,7 +481,7 @@ class BlockCache(KvCache):
             positions = np.arange(first, end)
             read.append(token - first + positions)
             written.append(self._rows(slot, positions))
-        return torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)])).to(self.table.device)
+        return uploaded(np.stack([np.concatenate(read), np.concatenate(written)]), self.table.device)
 
     def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
         """Returns the places of these positions of a slot in the flattened blocks."""

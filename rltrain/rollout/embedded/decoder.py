@@ -1,20 +1,23 @@
-"""Decode steps: their slots, sampling by the Gumbel maximum, recorded graphs, and the generated tokens."""
+"""Decode steps: their slots, sampling by the Gumbel maximum, recorded graphs, and their results on the host."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.rollout.embedded.kv_cache import HeadTokens, KvCache, rounded
+from rltrain.rollout.embedded.kv_cache import HeadTokens, KvCache, rounded, uploaded
 from rltrain.rollout.embedded.layers import LayerKernels
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
+
+Array = np.ndarray[Any, Any]
 
 # Random numbers that depend only on a sample's seed, the position in its response and a counter.
 
@@ -259,50 +262,81 @@ class CudaGraphs:
         return graph.replay
 
 
-# Generated tokens of the running responses, kept on the device until they are read.
+# Results of steps, copied to the host, and the generated tokens there.
+
+_RESULT_BYTES = 8 + 4 + 3
+"""Bytes of a slot's results: a token, its log-prob and three flags."""
+
+
+class HostCopy:
+    """A copy of results on the host. It follows the work launched before it, and holds nothing until `wait`."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self.memory = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self.arrays: Any = tuple(field.numpy() for field in _fields(self.memory))
+        """Tokens, log-probs and flags of all slots (see Results)."""
+        self._arrived = torch.cuda.Event() if source.is_cuda else None
+
+    def send(self) -> None:
+        """Starts the copy."""
+        self.memory.copy_(self._source, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> None:
+        """Waits until the copy is complete, and with it all work launched before it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+
+def _fields(memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views of the results of all slots: tokens, log-probs, and flags [3, slots]."""
+    num_slots = len(memory) // _RESULT_BYTES
+    tokens, logprobs, flags = memory.split([num_slots * 8, num_slots * 4, num_slots * 3])
+    return tokens.view(torch.int64), logprobs.view(torch.float32), flags.view(torch.bool).view(3, num_slots)
+
+
+class Results:
+    """Results of the last step for all slots, and copies of those that the host has not read.
+
+    `tokens` [slots] int64 and `logprobs` [slots] float32 are those generated. `flags` [3, slots] are `stopped`, a stop
+    token was generated, `failed`, the logits were not finite, and `finished`, the response ended for either reason or
+    by its length. At most `ahead` steps are launched before the results of a step are read.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device, ahead: int) -> None:
+        memory = torch.zeros(num_slots * _RESULT_BYTES, dtype=torch.uint8, device=device)
+        self.tokens, self.logprobs, self.flags = _fields(memory)
+        self._copies = deque(HostCopy(memory) for _ in range(ahead + 1))
+
+    def send(self) -> HostCopy:
+        """Starts a copy to the host. It is overwritten by the copy of the step after the next `ahead` ones."""
+        self._copies.rotate()
+        self._copies[0].send()
+        return self._copies[0]
 
 
 class Transcript:
-    """Tokens and log-probs, shape [capacity, num_columns], with one column per response.
+    """Tokens and log-probs on the host, shape [num_rows, num_columns], with one column per response.
 
-    Row p has the token generated from position p. A response keeps its column when it moves between slots of the cache,
-    and its places when capacity grows. One further column belongs to no response and takes unneeded output.
+    A step writes one row, and after the last row it is the turn of the first. A response has fewer than `num_rows`
+    steps. So none of its rows is overwritten before its column is free, not even by a step after its end.
     """
 
-    def __init__(self, num_columns: int, device: torch.device) -> None:
-        self._num_columns = num_columns + 1
-        self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # flat for `write`, as are the log-probs
-        self._logprobs = torch.zeros(0, dtype=torch.float32, device=device)
-        self.nowhere = num_columns
-        """A place in the unused column."""
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self._shape = num_rows, num_columns
+        self.release()
         self.clear()
 
     def clear(self) -> None:
         """Frees all columns."""
-        self._free = list(range(self.nowhere))[::-1]
-
-    def reserve(self, capacity: int) -> None:
-        """Makes room for positions below `capacity` and keeps the content."""
-        size = capacity * self._num_columns
-        if size > len(self._tokens):
-            self._tokens, self._logprobs = _grown(self._tokens, size), _grown(self._logprobs, size)
-
-    @property
-    def stride(self) -> int:
-        """Distance from a place to the next position of the same column."""
-        return self._num_columns
+        self._free = list(range(self._shape[1]))[::-1]
 
     def release(self) -> None:
-        """Frees the memory."""
-        self._tokens, self._logprobs = self._tokens.new_empty(0), self._logprobs.new_empty(0)
-
-    def addresses(self) -> tuple[int, int]:
-        """Returns the addresses of tokens and log-probs."""
-        return self._tokens.data_ptr(), self._logprobs.data_ptr()
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns the tokens and log-probs, both flat."""
-        return self._tokens, self._logprobs
+        """Frees the memory. Rows take memory once they are written."""
+        self._tokens: Array = np.empty(self._shape, dtype=np.int32)
+        self._logprobs: Array = np.empty(self._shape, dtype=np.float32)
 
     def take(self, num_columns: int) -> list[int]:
         """Takes free columns for new responses."""
@@ -312,38 +346,24 @@ class Transcript:
         """Frees the columns of finished responses."""
         self._free += columns
 
-    def place(self, position: int, column: int) -> int:
-        """Returns the place for the token generated from `position`. The next position is `stride` further."""
-        return position * self._num_columns + column
+    def write(self, step: int, columns: Array, tokens: Array, logprobs: Array) -> None:
+        """Stores what a step generated for the responses in `columns`. The last three arguments have one shape."""
+        row = step % self._shape[0]
+        self._tokens[row, columns] = tokens
+        self._logprobs[row, columns] = logprobs
 
-    def write(self, places: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Stores the generated tokens at their places. All arguments have shape [running]."""
-        self._tokens.index_copy_(0, places, tokens)
-        self._logprobs.index_copy_(0, places, logprobs)
-
-    def read(self, spans: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
-        """Returns (tokens, log-probs) on the host for each span of (column, first position, count)."""
-        counts = [count for _, _, count in spans]
-        starts = [self.place(first, column) for column, first, _ in spans]
-        ends = [*accumulate(counts)]
-        # Each wanted place is `stride` after the previous one, except at the start of a span.
-        bases = [start - (end - n) * self.stride for start, end, n in zip(starts, ends, counts, strict=True)]
-        per_span = torch.tensor([bases, counts], dtype=torch.int64, device=self._tokens.device)
-        wanted = torch.arange(sum(counts), device=per_span.device).mul_(self.stride)
-        wanted += per_span[0].repeat_interleave(per_span[1], output_size=len(wanted))
-        tokens, logprobs = (buffer.index_select(0, wanted).tolist() for buffer in (self._tokens, self._logprobs))
-        return [(tokens[end - n : end], logprobs[end - n : end]) for end, n in zip(ends, counts, strict=True)]
-
-
-def _grown(buffer: Tensor, size: int) -> Tensor:
-    grown = buffer.new_empty(size)
-    grown[: len(buffer)] = buffer
-    return grown
+    def read(self, column: int, first_step: int, end_step: int) -> tuple[list[int], list[float]]:
+        """Returns the tokens and log-probs that the steps from `first_step` up to `end_step` generated."""
+        first, count = first_step % self._shape[0], end_step - first_step
+        rows: slice | Array = slice(first, first + count)
+        if first + count > self._shape[0]:
+            rows = np.arange(first, first + count) % self._shape[0]
+        return self._tokens[rows, column].tolist(), self._logprobs[rows, column].tolist()
 
 
 # State of decode steps other than weights. It outlives a generation, so recorded steps stay valid.
 
-# Rows of the state.
+# Rows of the state. triton_kernels.py has the same numbers.
 TOKEN, POSITION, DRAWN, PLACE, LIMIT, DELTA, STREAM = range(7)
 
 
@@ -351,26 +371,29 @@ class Slots:
     """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [7, slots] int64.
 
     `TOKEN` is the next input token and `POSITION` its position. `DRAWN` is the number of response tokens and `LIMIT`
-    their limit. `PLACE` is the transcript's place for the next token. `DELTA` is the position for rotary embeddings
-    minus `POSITION`. `STREAM` is the start of the random numbers. Idle slots may take part in a step. They repeat the
-    same token at position 0, and their output is ignored.
+    their limit. `PLACE` is the slot's place in the results, always its own number. `DELTA` is the position for rotary
+    embeddings minus `POSITION`. `STREAM` is the start of the random numbers. Idle slots may take part in a step. They
+    repeat the same token at position 0, and their output is ignored.
     """
 
-    def __init__(self, cache: KvCache, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, cache: KvCache, num_slots: int, device: torch.device, *, max_context_tokens: int, ahead: int = 0
+    ) -> None:
         self.cache = cache
         self.num_slots = num_slots
-        self.transcript = Transcript(num_slots, device)
+        self.ahead = ahead
+        """Number of steps launched before the results of a step are read, 0 or 1."""
+        self.transcript = Transcript(max_context_tokens, num_slots)
+        self.results = Results(num_slots, device, ahead)
         self.state = torch.zeros(STREAM + 1, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
-        """Increments of POSITION, DRAWN and PLACE per step."""
-        self.stopped, self.failed, self.finished = torch.zeros(3, num_slots, dtype=torch.bool, device=device)
-        """Flags of the last step: a stop token was generated, the logits were not finite, the response ended (for
-        either reason or by its length)."""
+        """Increments of POSITION, DRAWN and PLACE per step. Those of PLACE are 0."""
         self.num_preempted = 0
         """Number of preempted samples since a reader last set this to 0."""
         self.head_tokens = HeadTokens()
-        idle = [0, 0, 0, self.transcript.nowhere, 1, 0, 0]
-        self._idle_state = torch.tensor(idle, device=device)[:, None]
+        self._idle_state = torch.zeros_like(self.state)
+        self._idle_state[PLACE] = torch.arange(num_slots, device=device)
+        self._idle_state[LIMIT] = 1
         self.clear()
 
     def clear(self) -> None:
@@ -383,50 +406,41 @@ class Slots:
         self.cache.release()
         self.transcript.release()
 
-    def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
-        """Makes room for `num_positions` in each of `num_slots`. The first `num_used` slots keep their content."""
-        self.cache.reserve(num_slots, num_positions, num_used=num_used)
-        self.transcript.reserve(self.cache.capacity)
-
-    def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
-        """Starts responses in slots from `first` on. `rows` are their state rows from TOKEN to DELTA."""
-        new = slice(first, first + len(streams))
-        self.state[:STREAM, new] = torch.tensor(rows, dtype=torch.int64, device=streams.device)
-        self.state[STREAM, new] = streams
+    def fill(self, first: int, rows: Sequence[Sequence[int]]) -> None:
+        """Starts responses in slots from `first` on. `rows` are their state rows."""
+        new = slice(first, first + len(rows[0]))
+        self.state[:, new] = uploaded(rows, self.state.device)
         self.increments[:2, new] = 1
-        self.increments[2, new] = self.transcript.stride
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         """Copies slots `sources` to slots `destinations`, up to `num_positions`."""
-        to, by = torch.tensor([destinations, sources], device=self.state.device)
-        self.state.index_copy_(1, to, self.state.index_select(1, by))
+        to, by = uploaded([destinations, sources], self.state.device)
+        moved = self.state.index_select(1, by)
+        moved[PLACE] = to
+        self.state.index_copy_(1, to, moved)
         self.cache.move(sources, destinations, num_positions)
 
     def take(self, tokens: Tensor, logprobs: Tensor, stop_tokens: Tensor, kernels: LayerKernels | None) -> None:
-        """Stores the tokens of a step in the first slots, moves these on, and sets their flags."""
-        state, increments = self.state[:, : len(tokens)], self.increments[:, : len(tokens)]
+        """Stores the results of a step in the first slots and moves these on."""
+        state, increments, results = self.state[:, : len(tokens)], self.increments[:, : len(tokens)], self.results
+        stopped, failed, finished = results.flags[:, : len(tokens)]
         if kernels is not None:
-            flags, transcript = (self.stopped, self.failed, self.finished), self.transcript.tensors()
-            kernels.finish_step(tokens, logprobs, stop_tokens, state, increments, flags, transcript)
+            flags, drawn = (stopped, failed, finished), (results.tokens, results.logprobs)
+            kernels.finish_step(tokens, logprobs, stop_tokens, state, increments, flags, drawn)
             return
-        fed, _, num_drawn, places, limits, *_ = state.unbind()
-        self.transcript.write(places, tokens, logprobs)
-        fed.copy_(tokens)
+        results.tokens[: len(tokens)].copy_(tokens)
+        results.logprobs[: len(tokens)].copy_(logprobs)
+        state[TOKEN].copy_(tokens)
         state[POSITION : PLACE + 1].add_(increments)
-        stopped, failed, finished = (flags[: len(tokens)] for flags in (self.stopped, self.failed, self.finished))
         torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
         torch.logical_not(logprobs.isfinite(), out=failed)
-        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
+        torch.logical_or(stopped | failed, state[DRAWN] >= state[LIMIT], out=finished)
 
     def free(self, first: int, end: int) -> None:
         """Makes the slots from `first` up to `end` idle."""
-        self.state[:, first:end] = self._idle_state
+        self.state[:, first:end] = self._idle_state[:, first:end]
         self.increments[:, first:end] = 0
         self.cache.free(first, end)
-
-    def addresses(self) -> tuple[int, ...]:
-        """Returns the addresses and shapes that a recorded step depends on."""
-        return *self.cache.addresses(), *self.transcript.addresses()
 
 
 # One decode step on memory with constant addresses, so it can be recorded and replayed.
@@ -453,12 +467,12 @@ class Decoder:
         if self._recordings:
             num_slots = min(rounded(num_running, _RECORDED_SIZES), self._slots.num_slots)
             num_positions = self._slots.cache.recorded_length(num_positions)
-        self._slots.reserve(num_slots, num_positions, num_used=num_running)
+        self._slots.cache.reserve(num_slots, num_positions, num_used=num_running)
         step = partial(self._run, num_slots, num_positions, sampling, self._stops(sampling))
         if self._recordings is None:
             step()
         else:
-            self._recordings.expire((*self._slots.addresses(), *self._model.addresses()))
+            self._recordings.expire((*self._slots.cache.addresses(), *self._model.addresses()))
             self._recordings.run((num_slots, num_positions, sampling), step)
 
     def forget(self) -> None:

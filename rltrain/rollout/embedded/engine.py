@@ -63,7 +63,8 @@ class EmbeddedEngine(Engine):
     `record` records decode steps for replay; None uses the device's method, if any. `matrices` has the parameters with
     a special way of reading, by name. `residual_dtype` and `head_dtype` are as in config section model. With
     `record_routing` samples return with the experts of their tokens. Raises ValueError if the model has no experts
-    then.
+    then. `ahead` is the number of steps launched before the results of a step are read, 0 or 1. None is 1 on GPUs
+    if the cache allows it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class EmbeddedEngine(Engine):
         record_routing: bool = False,
         images: EngineImages | None = None,
         zeros: Zeros | None = None,
+        ahead: int | None = None,
     ) -> None:
         self._zeros = zeros
         self.policy_version: int | None = 0
@@ -112,7 +114,12 @@ class EmbeddedEngine(Engine):
         self._cache_returns = cache_returns
         self.decodes_by = "one slot per sample"
         self._was_released, self._has_budget = False, kv_budget is not None
-        self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
+        cache = self._new_cache(kv_budget, dtype)
+        if ahead is None:
+            ahead = int(self._device.type == "cuda" and cache.allows_ahead)
+        self._slots = Slots(
+            cache, max_running_requests, self._device, max_context_tokens=max_context_tokens, ahead=ahead
+        )
         if record is None:
             record = recorder(self._device, tp_group)
             if record is not None and self._model.needs_host:
@@ -147,8 +154,13 @@ class EmbeddedEngine(Engine):
         return max(0, most - self.num_unfinished)
 
     def begin_update(self) -> None:
-        """Withdraws the policy version, because the weights are about to be rewritten. Running samples stay."""
+        """Withdraws the policy version, because the weights are about to be rewritten. Running samples stay.
+
+        Waits for a step in flight, which reads the weights.
+        """
         self.policy_version = None
+        if self._generation:
+            self._generation.wait()
         self._slots.cache.forget_prompts()
         if self._images:
             self._images.changed()
@@ -188,6 +200,8 @@ class EmbeddedEngine(Engine):
     @torch.inference_mode()
     def step(self) -> list[Sample]:
         """Admits waiting samples, generates one token for every running sample and returns the finished ones.
+
+        On GPUs the token may still be in flight. The next step returns the samples that it finishes.
 
         Raises SyncError on every rank between `begin_update` and `end_update`. Collective over: the engine's
         tensor-parallel group.
@@ -268,6 +282,8 @@ class EmbeddedEngine(Engine):
 
     def close(self) -> None:
         """Drops the recorded steps. Communicators can only be destroyed once no recorded step holds them."""
+        if self._generation:
+            self._generation.wait()
         self._decoder.forget()
 
     def cache_metrics(self) -> dict[str, float]:
@@ -313,6 +329,8 @@ class EmbeddedEngine(Engine):
         try:
             yield
         except DivergenceError:
+            if self._generation:
+                self._generation.wait()
             self._generation = None
             self._release()
             raise

@@ -5,14 +5,16 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rltrain.errors import DivergenceError
-from rltrain.rollout.embedded.decoder import NO_STREAM, POSITION, TOKEN, Decoder, Slots, random_streams
+from rltrain.rollout.embedded.decoder import NO_STREAM, Array, Decoder, HostCopy, Slots, random_streams
 from rltrain.rollout.embedded.image_features import Admitted, EngineImages, Shown, delta, keyed
-from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, PrefillAttention, Suffix
+from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, PrefillAttention, Suffix, uploaded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import START_FRACTION, SamplingParams, StopStrings, response_limit
 from rltrain.rollout.sample import Sample, Status
@@ -49,7 +51,7 @@ def fill_cache(
         attention = cache.suffix_attention(suffixes, width)
         rows = [suffix.tokens for suffix in suffixes]
         if admitted is None:
-            ends = torch.tensor([(suffix.first, suffix.end - 1) for suffix in suffixes], device=device)
+            ends = uploaded([(suffix.first, suffix.end - 1) for suffix in suffixes], device)
             positions = torch.minimum(ends[:, :1] + torch.arange(width, device=device), ends[:, 1:])
             model.fill_cache(_padded(rows, width, device), positions.view(-1), attention)
         else:
@@ -117,8 +119,10 @@ def _fits_one_pass(suffixes: Sequence[Suffix]) -> bool:
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
     """Returns the rows padded to `width` and concatenated, shape [rows * width]."""
-    padded = [[*row, *[0] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int64, device=device).view(-1)
+    padded = np.zeros((len(rows), width), dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return uploaded(padded, device).view(-1)
 
 
 # Continuous batching of samples with equal `SamplingParams` in the slots of a KV cache.
@@ -142,7 +146,7 @@ class _Running:
     routed: Tensor | None = None
     """Experts of processed tokens beyond the sample's routing, set when they are requested."""
     end_step: int | None = None
-    """End of its decode steps (exclusive). None while it runs."""
+    """End of its decode steps (exclusive). None while it runs. A step launched before this was known gives it more."""
     status: Status = Status.PENDING
 
     @property
@@ -155,13 +159,29 @@ class _Running:
         return len(self.context) - 1 + step - self.first_step
 
 
+# Rows of the seats: a sample's column of the transcript, its position minus the step, the end of its steps by length.
+COLUMN, OFFSET, LAST = range(3)
+
+
+class _Launched(NamedTuple):
+    """A step whose results the host has not read, with the samples and columns of its slots."""
+
+    running: list[_Running]
+    columns: Array
+    results: HostCopy
+
+
 class Generation:
     """Waiting and running samples of one engine. It alone uses the slots while it exists.
 
     Running samples fill the first slots in the order of `_running`. A sample enters with its context cached except for
     the last token. The next decode step processes that token, so all sampling happens in one place. Each step generates
-    one token per running sample, so step numbers identify tokens. Tokens are read from the device only on request, or
-    when their column of the transcript is needed. In `run` that is many at a time.
+    one token per running sample, so step numbers identify tokens.
+
+    The results of a step are read after `slots.ahead` further steps have been launched. Admission and the ends of
+    samples then take the host's time while the device works. A sample that ended is in the step in flight too; what
+    that step generates for it is dropped, and what it stores is erased before the memory has another owner. All work
+    of the device is in one order, so whatever is launched later for that memory finds it so.
 
     A sample to be continued after its turn leaves its slot, and its keys and values are parked in the cache. When it
     returns, only the tokens after them are computed.
@@ -188,12 +208,17 @@ class Generation:
         self._device = slots.state.device
         self._unfinished: dict[int, Sample] = {}  # by id, in the order of submission
         self._waiting: deque[Sample] = deque()
-        self._running: list[_Running] = []
+        self._running: list[_Running] = []  # replaced and never changed, since steps in flight refer to it
+        self._seats: Array = np.zeros((3, 0), dtype=np.int64)  # of the running samples
+        self._in_flight: deque[_Launched] = deque()
         self._ended: list[_Running] = []  # still in the transcript
         self._finished: list[Sample] = []
         self._numbers = count()
         self._num_positions = 0
         self._num_steps = 0
+        """Number of launched steps."""
+        self._num_read = 0
+        """Number of steps with their results read."""
         self._crowded_step = 0
         """No running sample needs more room before this step."""
         self.is_crowded = False
@@ -231,7 +256,11 @@ class Generation:
         return self._take_finished()
 
     def unfinished(self) -> list[Sample]:
-        """Returns all unfinished samples in the order of submission, each with its tokens so far."""
+        """Returns all unfinished samples in the order of submission, each with its tokens so far.
+
+        The results of a step in flight are dropped. A sample that continues draws the same token again.
+        """
+        self._clean_after_drop()
         self._take_routing(range(len(self._running)))
         return list((self._unfinished | {sample.id: sample for sample in self._read(self._running)}).values())
 
@@ -246,14 +275,19 @@ class Generation:
         far."""
         self._read_ended()
         slots = [slot for slot, running in enumerate(self._running) if running.sample.id in ids]
+        if slots:
+            self._clean_after_drop()
         self._take_routing(slots)
-        leaving = [self._running[slot] for slot in slots]
-        self._unfinished |= {sample.id: sample for sample in self._read(leaving)}
-        if leaving:
-            self._slots.transcript.give_back([running.column for running in leaving])
-            self._compact(slots)
+        self._unfinished |= {sample.id: sample for sample in self._leave(slots)}
         self._waiting = deque(sample for sample in self._waiting if sample.id not in ids)
+        if not self._running:
+            self._read_steps(0)
         return [self._unfinished.pop(number) for number in [*self._unfinished] if number in ids]
+
+    def wait(self) -> None:
+        """Waits until the device has done the steps in flight."""
+        for launched in self._in_flight:
+            launched.results.wait()
 
     def _advance(self, policy_version: int) -> None:
         if self._num_steps >= self._crowded_step:
@@ -261,11 +295,14 @@ class Generation:
         num_new = self._num_admitted(policy_version)
         if num_new:
             self._admit(num_new, policy_version)
+        is_needed = self._num_steps < self._seats[LAST].max(initial=0)  # if not, all running samples end by length
+        if is_needed:
+            if not self._versions or self._versions[-1][1] != policy_version:
+                self._versions.append((self._num_steps, policy_version))
+            self._launch()
+        self._read_steps(self._slots.ahead if is_needed else 0)
         if not self._running:
-            return
-        if not self._versions or self._versions[-1][1] != policy_version:
-            self._versions.append((self._num_steps, policy_version))
-        self._decode_step()
+            self._read_steps(0)
 
     def _num_admitted(self, policy_version: int) -> int:
         """Returns the number of waiting samples to start now."""
@@ -294,6 +331,10 @@ class Generation:
             if room > position:
                 self._crowded_step = min(self._crowded_step, step + room - position)
                 num_done += 1
+            elif self._in_flight:  # samples may have ended in it and leave room
+                self._read_steps(0)
+                self._make_room()
+                return
             else:
                 leaving.append(staying.pop())
                 self._take_routing(leaving[-1:])
@@ -303,13 +344,20 @@ class Generation:
 
     def _preempt(self, slots: Sequence[int]) -> None:
         """Puts the samples of these slots back in front of the queue, so that the last one comes first."""
-        preempted = [self._running[slot] for slot in slots]
-        for sample in self._read(preempted):
+        for sample in self._leave(slots):
             self._unfinished[sample.id] = sample
             self._waiting.appendleft(sample)
-        self._slots.transcript.give_back([running.column for running in preempted])
-        self._compact(sorted(slots))
         self._slots.num_preempted += len(slots)
+
+    def _leave(self, slots: Sequence[int]) -> list[Sample]:
+        """Removes the samples of these slots from the running ones, and returns them with their tokens so far."""
+        leaving = [self._running[slot] for slot in slots]
+        for running in leaving:
+            running.end_step = self._num_read
+        self._slots.transcript.give_back([running.column for running in leaving])
+        self._erase(slots)
+        self._compact(sorted(slots))
+        return list(self._read(leaving))
 
     def _admit(self, num_new: int, policy_version: int) -> None:
         """Starts the first waiting samples in free slots and caches their contexts."""
@@ -317,10 +365,11 @@ class Generation:
         first = len(self._running)
         columns = self._slots.transcript.take(num_new)
         admitted = [self._start(self._waiting.popleft(), column) for column in columns]
-        longest = max(len(running.context) for running in admitted)
-        self._num_positions = max(self._num_positions, longest - 1)
-        self._slots.reserve(first + num_new, self._num_positions, num_used=first)
-        self._running += admitted
+        seats = [(each.column, each.position(0), self._last_step(each)) for each in admitted]
+        self._seats = np.concatenate([self._seats, np.array(seats, dtype=np.int64).T], 1)
+        self._running = [*self._running, *admitted]
+        self._num_positions = self._most_positions()
+        self._slots.cache.reserve(first + num_new, self._num_positions, num_used=first)
         self._write_state(first, admitted)
         cache, samples = self._slots.cache, [running.sample for running in admitted]
         entered = cache.enter(first, [self._keyed(sample) for sample in samples], policy_version)
@@ -337,67 +386,113 @@ class Generation:
         recent = self._stop_strings.recent(sample.turn_tokens) if self._stop_strings else None
         return _Running(sample, next(self._numbers), sample.context, column, self._num_steps, recent)
 
+    def _last_step(self, running: _Running) -> int:
+        """Returns the end of its steps (exclusive) by its response's limit."""
+        limit = response_limit(running.sample, self.sampling, self._max_context_tokens)
+        return running.first_step + limit - len(running.sample.tokens)
+
+    def _most_positions(self) -> int:
+        """Returns the number of positions with tokens in the longest running sample."""
+        return int(self._seats[OFFSET].max(initial=-self._num_steps)) + self._num_steps
+
     def _write_state(self, first: int, admitted: Sequence[_Running]) -> None:
-        samples, transcript = [running.sample for running in admitted], self._slots.transcript
+        samples = [running.sample for running in admitted]
+        streams = random_streams([sample.seed for sample in samples], torch.device("cpu")).tolist()
         rows = [
             [running.context[-1] for running in admitted],
             [len(running.context) - 1 for running in admitted],
             [len(sample.tokens) for sample in samples],
-            [transcript.place(len(running.context) - 1, running.column) for running in admitted],
+            [*range(first, first + len(samples))],
             [response_limit(sample, self.sampling, self._max_context_tokens) for sample in samples],
             [delta(sample, self._images.merge) if self._images else 0 for sample in samples],
+            [
+                NO_STREAM if self.sampling.greedy and self.sampling.is_greedy(sample) else stream
+                for sample, stream in zip(samples, streams, strict=True)
+            ],
         ]
-        streams = random_streams([sample.seed for sample in samples], self._device)
-        if self.sampling.greedy is not None:
-            greedy = [self.sampling.is_greedy(sample) for sample in samples]
-            streams.masked_fill_(torch.tensor(greedy, device=self._device), NO_STREAM)
-        self._slots.fill(first, rows, streams)
+        self._slots.fill(first, rows)
 
-    def _decode_step(self) -> None:
-        """Processes the token of every running slot and generates its next one."""
-        num_running = len(self._running)
+    def _launch(self) -> None:
+        """Launches a step that processes the token of every running slot and generates its next one."""
         self._num_positions += 1
-        self._decoder.step(num_running, self._num_positions, self.sampling)
+        self._decoder.step(len(self._running), self._num_positions, self.sampling)
         self._num_steps += 1
-        stopped, ended = self._slots.stopped[:num_running], self._slots.finished[:num_running]
-        if self._stop_strings is not None:
-            matched = self._matched(self._stop_strings)
-            stopped, ended = stopped.logical_or(matched), ended.logical_or(matched)
-        finished = ended.nonzero().squeeze(1)
-        slots = finished.tolist()
-        if slots:
-            self._retire(slots, *torch.stack([stopped, self._slots.failed[:num_running]])[:, finished].tolist())
+        self._in_flight.append(_Launched(self._running, self._seats[COLUMN], self._slots.results.send()))
 
-    def _matched(self, stop_strings: StopStrings) -> Tensor:
-        """Returns for each running sample whether its new token completes a stop string, shape [running]."""
-        recent = [running.recent for running in self._running if running.recent is not None]
-        tokens = self._slots.state[TOKEN, : len(self._running)].tolist()
-        return torch.tensor(stop_strings.append(recent, tokens), device=self._device)
+    def _read_steps(self, num_left: int) -> None:
+        """Reads the results of steps until only `num_left` are in flight, and ends the samples that they finished.
 
-    def _retire(self, finished: list[int], stopped: list[bool], failed: list[bool]) -> None:
-        """Ends the samples in the `finished` slots.
-
-        `stopped` marks samples ended by a stop token or string, `failed` samples with non-finite logits. Raises
-        DivergenceError if all running samples failed.
+        Raises DivergenceError if all samples of a step failed.
         """
-        if sum(failed) == len(self._running):
-            raise DivergenceError(
-                f"The rollout policy (version {self._versions[-1][1]}) gives log-probs that are not finite in every "
-                "running response: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or "
-                "check model.path."
-            )
-        for slot, ended, without in zip(finished, stopped, failed, strict=True):
-            running = self._running[slot]
-            running.end_step = self._num_steps - without  # the last token of a failed sample is meaningless
-            running.status = Status.FAILED if without else Status.STOPPED if ended else Status.TRUNCATED
-            self._ended.append(running)
-        self._take_routing(finished)
-        self._park([slot for slot in finished if self._running[slot].goes_on])
-        self._compact(finished)
-        if any(failed):  # a mask would not hide their NaNs
-            self._slots.cache.forget_prompts()
-            for tensor in self._slots.cache.tensors():
-                tensor.nan_to_num_(0.0, 0.0, 0.0)
+        while len(self._in_flight) > num_left:
+            running, columns, results = self._in_flight.popleft()
+            results.wait()
+            tokens, logprobs, flags = (of_slots[..., : len(running)] for of_slots in results.arrays)
+            self._slots.transcript.write(self._num_read, columns, tokens, logprobs)
+            self._num_read += 1
+            stopped, failed, finished = flags
+            if self._stop_strings is not None:
+                matched = self._matched(self._stop_strings, running, tokens.tolist())
+                stopped, finished = stopped | matched, finished | matched
+            slots = [slot for slot in finished.nonzero()[0].tolist() if running[slot].end_step is None]
+            if slots and failed.all():
+                [version] = self._policy_versions(self._num_read - 1, self._num_read)
+                raise DivergenceError(
+                    f"The rollout policy (version {version}) gives log-probs that are not finite in every running "
+                    "response: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
+                    "model.path."
+                )
+            if slots:
+                self._retire(running, slots, stopped[slots].tolist(), failed[slots].tolist())
+
+    def _matched(self, stop_strings: StopStrings, running: Sequence[_Running], tokens: Sequence[int]) -> Array:
+        """Returns for each sample of a step whether its new token completes a stop string, shape [running]."""
+        slots = [slot for slot, each in enumerate(running) if each.end_step is None]
+        recent = [known for slot in slots if (known := running[slot].recent) is not None]
+        matched = np.zeros(len(running), dtype=bool)
+        matched[slots] = stop_strings.append(recent, [tokens[slot] for slot in slots])
+        return matched
+
+    def _retire(
+        self, running: Sequence[_Running], finished: list[int], stopped: list[bool], failed: list[bool]
+    ) -> None:
+        """Ends the samples that the last step read had in its `finished` slots.
+
+        `stopped` marks samples ended by a stop token or string, `failed` samples with non-finite logits.
+        """
+        ending = [running[slot] for slot in finished]
+        for each, ended, without in zip(ending, stopped, failed, strict=True):
+            each.end_step = self._num_read - without  # the last token of a failed sample is meaningless
+            each.status = Status.FAILED if without else Status.STOPPED if ended else Status.TRUNCATED
+        self._ended += ending
+        slots = finished
+        if running is not self._running:  # samples have moved since that step
+            numbers = {each.number for each in ending}
+            slots = [slot for slot, each in enumerate(self._running) if each.number in numbers]
+        self._take_routing(slots)
+        self._erase(slots)
+        self._park([slot for slot in slots if self._running[slot].goes_on])
+        self._compact(slots)
+        if any(failed):
+            self._make_finite()
+
+    def _make_finite(self) -> None:
+        """Removes NaN that failed samples have stored. A mask would not hide it from later owners of the memory."""
+        self._slots.cache.forget_prompts()
+        for tensor in self._slots.cache.tensors():
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _clean_after_drop(self) -> None:
+        """Makes the cache finite if a sample failed in a step in flight. Its results are about to be dropped."""
+        self.wait()
+        if any(launched.results.arrays[2][1, : len(launched.running)].any() for launched in self._in_flight):
+            self._make_finite()
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        """Erases what a step in flight stores for samples that leave these slots. It may be NaN."""
+        if self._in_flight and slots:
+            last = self._num_steps - 1
+            self._slots.cache.erase(slots, [self._running[slot].position(last) for slot in slots])
 
     def _take_routing(self, slots: Iterable[int]) -> None:
         """Copies the routing of these slots from the cache before it is gone."""
@@ -406,7 +501,7 @@ class Generation:
         for slot in slots:
             running = self._running[slot]
             known = len(running.sample.routing) if running.sample.routing else 0
-            end = self._num_steps if running.end_step is None else running.end_step
+            end = self._num_read if running.end_step is None else running.end_step
             running.routed = self._slots.cache.routed(slot, known, running.position(end))
 
     def _park(self, slots: Sequence[int]) -> None:
@@ -415,19 +510,21 @@ class Generation:
             for slot, sample in zip(slots, self._read([self._running[slot] for slot in slots]), strict=True):
                 self._slots.cache.park(slot, self._keyed(sample))
 
-    def _compact(self, finished: list[int]) -> None:
+    def _compact(self, finished: Sequence[int]) -> None:
         """Frees the `finished` slots by moving the last running samples into them."""
         num_running, num_left = len(self._running), len(self._running) - len(finished)
         gone = set(finished)
         destinations = [slot for slot in finished if slot < num_left]
         sources = [slot for slot in range(num_left, num_running) if slot not in gone]
+        seats, left = self._seats[:, :num_left].copy(), self._running[:num_left]
         if destinations:
             for source, destination in zip(sources, destinations, strict=True):
-                self._running[destination] = self._running[source]
+                seats[:, destination] = self._seats[:, source]
+                left[destination] = self._running[source]
             self._slots.move(sources, destinations, self._num_positions)
-        del self._running[num_left:]
+        self._running, self._seats = left, seats
         self._slots.free(num_left, num_running)
-        self._num_positions = int(self._slots.state[POSITION, :num_left].max()) if num_left else 0
+        self._num_positions = self._most_positions()
 
     def _take_finished(self) -> list[Sample]:
         """Returns the finished samples not returned before."""
@@ -447,13 +544,9 @@ class Generation:
 
     def _read(self, wanted: Sequence[_Running]) -> Iterator[Sample]:
         """Yields each sample with all of its tokens, from before and from here."""
-        ends = [self._num_steps if running.end_step is None else running.end_step for running in wanted]
-        spans = [
-            (running.column, len(running.context) - 1, end - running.first_step)
-            for running, end in zip(wanted, ends, strict=True)
-        ]
-        drawn = self._slots.transcript.read(spans)
-        for running, end, (tokens, logprobs) in zip(wanted, ends, drawn, strict=True):
+        for running in wanted:
+            end = self._num_read if running.end_step is None else running.end_step
+            tokens, logprobs = self._slots.transcript.read(running.column, running.first_step, end)
             versions = self._policy_versions(running.first_step, end)
             sample = running.sample.drawn(tokens, logprobs, versions, running.status)
             yield sample if running.routed is None else sample.routed(running.routed.cpu().numpy())

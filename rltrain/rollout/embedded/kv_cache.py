@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,15 @@ from rltrain.models.delta_rule import DeltaHeads, packed_states
 from rltrain.models.routing_shape import RoutingShape
 from rltrain.reshard.copy_table import Zeros
 from rltrain.rollout.sample import Sample
+
+# What the host gives to the device.
+
+
+def uploaded(values: Any, device: torch.device) -> Tensor:
+    """Returns int64 `values`, nested sequences, or an array of any dtype, on `device`. Does not wait for the device."""
+    made = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
 
 # States of samples in layers with gated delta nets. They replace keys and values of single tokens.
 
@@ -429,7 +439,7 @@ class SuffixAttention(PrefillAttention):
         self, suffixes: Sequence[Suffix], width: int, shape: AttentionShape, num_read: int, like: Tensor
     ) -> None:
         super().__init__(width, shape)
-        firsts = torch.tensor([suffix.first for suffix in suffixes], device=like.device)
+        firsts = uploaded([suffix.first for suffix in suffixes], like.device)
         positions = firsts[:, None] + torch.arange(width, device=like.device)
         read = torch.arange(num_read, device=like.device)
         self._bias_of = window_biases(shape, lambda window: unseen_bias(positions, read, window, like)[:, None])
@@ -452,12 +462,15 @@ class SuffixAttention(PrefillAttention):
 class Written(NamedTuple):
     """Places for the keys and values of new tokens in a layer's memory.
 
-    Element 0 of head h of token t goes to `rows`[t] * `row_stride` + h * `head_stride`, counted in elements.
+    Row t of `table` has the numbers of a slot's blocks of `block_tokens` rows. A token goes to the row of its position.
+    Element 0 of head h goes to row * `row_stride` + h * `head_stride`, counted in elements.
     """
 
     keys: Tensor
     values: Tensor
-    rows: Tensor
+    table: Tensor
+    positions: Tensor
+    block_tokens: int
     row_stride: int
     head_stride: int
 
@@ -507,6 +520,8 @@ class KvCache(ABC):
     """Experts of tokens, if they are recorded."""
     states: SampleStates | None
     """States of samples, if the model has any."""
+    allows_ahead: bool
+    """Whether a step may be launched before the results of the one before are read."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns all tensors with memory of the cache."""
@@ -556,6 +571,13 @@ class KvCache(ABC):
     @abstractmethod
     def free(self, first: int, end: int) -> None:
         """Frees the content of the slots from `first` up to `end`."""
+
+    def erase(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Writes zeros over one position of each slot, so that no later owner of the memory finds NaN there.
+
+        Only caches that allow steps ahead need it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def forget_prompts(self) -> None:

@@ -1,6 +1,7 @@
 """Attention layers, norms, rotary embeddings and the residual stream of the embedded engine."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.attention import halves_of_pairs
+from rltrain.models.attention import Turn, halves_of_pairs
 from rltrain.models.delta_rule import DeltaHeads
 from rltrain.models.families import LATENT_NORM_EPS
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention, Written
@@ -22,19 +23,24 @@ GATE_KERNELS = frozenset({"silu", "gelu_tanh", "sigmoid"})
 
 
 class LayerKernels(NamedTuple):
-    """The functions of triton_kernels.py with these names."""
+    """The functions of models.layer_kernels and triton_kernels with these names."""
 
     add_norm: Callable[..., Any]
-    rotate_heads: Callable[..., tuple[Tensor, Any]]
+    turn_heads: Callable[..., tuple[Tensor, Any]]
     gate_rows: Callable[..., Tensor]
     finish_step: Callable[..., None]
 
 
 def layer_kernels() -> LayerKernels:
     """Returns the kernels. Raises ImportError without Triton."""
-    from rltrain.rollout.embedded.triton_kernels import add_norm, finish_step, gate_rows, rotate_heads
+    from rltrain.models.layer_kernels import add_norm, gate_rows, turn_heads
+    from rltrain.rollout.embedded.triton_kernels import finish_step
 
-    return LayerKernels(add_norm, rotate_heads, gate_rows, finish_step)
+    return LayerKernels(add_norm, turn_heads, gate_rows, finish_step)
+
+
+_HEADS_OF_PROGRAM = 4
+"""Heads that a program rotates. Decode steps have few tokens, which are to keep all multiprocessors busy."""
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> tuple[LayerKernels | None, str]:
@@ -58,20 +64,21 @@ def kernels_difference(kernels: LayerKernels, device: torch.device, dtype: torch
         return torch.randn(sizes, generator=generator).to(device, dtype)
 
     hidden, made, gain, gate_up = drawn(3, 96), drawn(3, 96), drawn(96), drawn(3, 160)
-    fused, norms, angles = drawn(3, 6 * 16), (drawn(16), drawn(16)), drawn(3, 1, 8).float()
-    rotation, (gates, ups) = (angles.cos(), angles.sin()), gate_up.chunk(2, -1)
-    heads = _normed_heads(fused.view(3, 6, 16)[:, :5], 4, norms, 1e-6, 0.0)
-    keys, values = (torch.zeros(2, 4, 1, 16, device=device, dtype=dtype) for _ in range(2))
-    rows = torch.tensor([1, 4, 6], device=device)
+    (queries, keys, values), norms = drawn(3, 6, 16).split([4, 1, 1], 1), (drawn(16), drawn(16))
+    positions, (gates, ups) = torch.tensor([1, 4, 6], device=device), gate_up.chunk(2, -1)
+    rotation = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1, 0.03]), 1.0, 8, device).at(positions)
+    heads = _normed_heads(torch.cat([queries, keys], 1), 4, norms, 1e-6, 0.0)
+    stored = torch.zeros(2, 2, 4, 1, 16, device=device, dtype=dtype)
+    table = torch.tensor([[0, 1]] * 3, device=device)
     summed = hidden + made
     normed_sum = kernels.add_norm(hidden, made, gain, eps=1e-6)
-    written = Written(keys, values, rows, 16, 16)
-    queries, _ = kernels.rotate_heads(fused, rotation, 4, 1, 16, norms=norms, eps=1e-6, written=written)
-    stored = [cache.flatten(0, 2).index_select(0, rows)[:, None] for cache in (keys, values)]
+    written = Written(stored[0], stored[1], table, positions, 4, 16, 16)
+    turned, _ = kernels.turn_heads(queries[:, :, None], keys, rotation.turn(norms=norms, eps=1e-6), values, written)
+    taken = stored.flatten(1, 2)[:, positions]
     pairs = [
         (hidden, summed),
         (normed_sum, normed(summed, gain, 1e-6)),
-        (torch.cat([queries, *stored], 1), torch.cat([rotate(heads, rotation), fused.view(3, 6, 16)[:, 5:]], 1)),
+        (torch.cat([turned, *taken], 1), torch.cat([rotate(heads, rotation), values], 1)),
         (kernels.gate_rows(gates, ups, "silu"), F.silu(gates).mul_(ups)),
     ]
     errors = [((found - expected).float().abs() / (1 + expected.float().abs())).max() for found, expected in pairs]
@@ -201,7 +208,7 @@ class FusedResidual(Residual):
             eps=read.eps if read else 0.0,
             offset=read.offset if read else 0.0,
             bias=norm.bias if norm else None,
-            made_bias=bias,
+            added_bias=bias,
             post_weight=post.weight if post else None,
         )
 
@@ -274,8 +281,29 @@ class _OfProjections:
 # Rotary position embedding in the rotate-half convention of Hugging Face checkpoints.
 
 
-Rotation = tuple[Tensor, Tensor]
-"""(cosines, signed sines), each fp32, shape [tokens, 1, rotated elements of a head]."""
+class Rotation:
+    """The rotation of tokens by rows of cosines and signed sines, fp32 [rows, rotated elements of a head] each.
+
+    The row of a token is its position. Without positions every token has its own row.
+    """
+
+    def __init__(self, cos: Tensor, signed_sin: Tensor, positions: Tensor | None = None) -> None:
+        self._cos, self._signed_sin, self.positions = cos, signed_sin, positions
+        self.size = cos.size(-1)
+        """Rotated elements of a head."""
+
+    @cached_property
+    def of_tokens(self) -> tuple[Tensor, Tensor]:
+        """The rows of the tokens, [tokens, 1, rotated elements] each. Kernels read the table by themselves."""
+        rows = self._cos, self._signed_sin
+        if self.positions is not None:
+            rows = self._cos.index_select(0, self.positions), self._signed_sin.index_select(0, self.positions)
+        return rows[0][:, None], rows[1][:, None]
+
+    def turn(self, **terms: Any) -> Turn:
+        """Returns the rotation for kernels, with the other `terms`. The second halves of the sines have their sign."""
+        half = self.size // 2
+        return Turn(self._cos, self._signed_sin[:, half:], half, angle_rows=self.positions, **terms)
 
 
 class RotaryEmbedding:
@@ -303,8 +331,8 @@ class RotaryEmbedding:
         if positions.dim() > 1:
             assert self._axes is not None, "only models with images have three positions of a token"
             of_frequencies = positions.index_select(0, self._axes).t()
-            return self._cos.gather(0, of_frequencies)[:, None], self._signed_sin.gather(0, of_frequencies)[:, None]
-        return self._cos.index_select(0, positions)[:, None], self._signed_sin.index_select(0, positions)[:, None]
+            return Rotation(self._cos.gather(0, of_frequencies), self._signed_sin.gather(0, of_frequencies))
+        return Rotation(self._cos, self._signed_sin, positions)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
@@ -313,8 +341,7 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     Rolling by half the size swaps the halves, and the sines carry the sign. Computed in fp32 and rounded once to the
     dtype of `heads`, as in training.
     """
-    cos, signed_sin = rotation
-    size = cos.shape[-1]
+    (cos, signed_sin), size = rotation.of_tokens, rotation.size
     wide = heads[..., :size].float()
     turned = (wide * cos).addcmul_(wide.roll(size // 2, -1), signed_sin).to(heads.dtype)
     return turned if size == heads.shape[-1] else torch.cat([turned, heads[..., size:]], -1)
@@ -423,7 +450,7 @@ class GroupedAttention:
         if self._head_norms is not None:
             rotated = self._head_norms(rotated)
         if self._rotates_pairs:
-            rotated = halves_of_pairs(rotated, rotation[0].shape[-1])
+            rotated = halves_of_pairs(rotated, rotation.size)
         rotated = rotate(rotated, rotation)
         return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, num_rotated:], gate
 
@@ -432,23 +459,15 @@ class GroupedAttention:
     ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
         """Returns the result of `_project`. With `written` keys and values are in the cache, and keys are None."""
         fused = self._qkv.product(hidden.normed(self._norm), self._qkv_bias)
+        heads, gate = fused.view(len(hidden), -1, self._head_dim), None
+        queries, keys, values = heads.split([heads.size(1) - 2 * self._num_kv_heads, *[self._num_kv_heads] * 2], 1)
+        if self._is_gated:
+            queries, gate = queries[:, ::2], queries[:, 1::2]
+        norms = None if self._head_norms is None else self._head_norms.of_heads
         eps, offset = self._norm_terms
-        queries, keys = kernels.rotate_heads(
-            fused,
-            rotation,
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
-            norms=None if self._head_norms is None else self._head_norms.of_heads,
-            eps=eps,
-            offset=offset,
-            pairs=self._rotates_pairs,
-            gated=self._is_gated,
-            written=written,
-        )
-        heads = fused.view(len(hidden), -1, self._head_dim)
-        gate = heads[:, 1 : 2 * self._num_heads : 2] if self._is_gated else None
-        return queries, keys, heads[:, -self._num_kv_heads :], gate
+        turn = rotation.turn(pairs=self._rotates_pairs, norms=norms, eps=eps, offset=offset)
+        made = kernels.turn_heads(queries[:, :, None], keys, turn, values, written, rows=_HEADS_OF_PROGRAM)
+        return *made, values, gate
 
     def _without_gates(self, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Splits off the gates. Returns (queries, keys and values; gates). In `fused` each gate follows its query."""

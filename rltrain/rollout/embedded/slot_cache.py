@@ -22,6 +22,7 @@ from rltrain.rollout.embedded.kv_cache import (
     SuffixAttention,
     Written,
     rounded,
+    uploaded,
     window_biases,
 )
 from rltrain.rollout.sample import Sample
@@ -44,6 +45,9 @@ class SlotCache(KvCache):
 
     Parked content is copied to separate memory, limited to the size of all slots. Per-sample states are kept per slot.
     """
+
+    allows_ahead = False
+    """A slot keeps NaN of a failed sample until its failure is read."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.attention, self._routing_shape = shape.attention, shape.routing
@@ -107,8 +111,9 @@ class SlotCache(KvCache):
                 entered.suffixes.append(Suffix(slot, first, head[first:]))
             else:
                 entered.heads.setdefault(head, []).append((slot, 0))
-        num_tokens = torch.tensor([len(sample.prompt) + len(sample.tokens) - 1 for sample in samples])
-        beyond = torch.arange(self.capacity, device=self.mask.device) >= num_tokens.to(self.mask.device)[:, None, None]
+        lengths = [len(sample.prompt) + len(sample.tokens) - 1 for sample in samples]
+        num_tokens = uploaded(lengths, self.mask.device)
+        beyond = torch.arange(self.capacity, device=self.mask.device) >= num_tokens[:, None, None]
         self.mask[first_slot : first_slot + len(samples)] = self.mask.new_zeros(()).masked_fill(beyond, -torch.inf)
         return entered._replace(num_parked_tokens=num_parked)
 
@@ -116,7 +121,7 @@ class SlotCache(KvCache):
         return self._max_positions
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
-        to, by = torch.tensor([destinations, sources], device=self.mask.device)
+        to, by = uploaded([destinations, sources], self.mask.device)
         for cache in self._by_position():
             cache[:, to, :, :num_positions] = cache[:, by, :, :num_positions]
         if self.states:
@@ -153,7 +158,7 @@ class SlotCache(KvCache):
         self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
     ) -> PrefillAttention:
         slots = [(slot, row) for row, kept in enumerate(keepers) for slot, _ in kept]
-        return _SlotPrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
+        return _SlotPrefillAttention(self, uploaded(slots, self.keys.device), width)
 
     def _suffix_attention(self, suffixes: Sequence[Suffix], width: int) -> PrefillAttention:
         return _SlotSuffixAttention(self, suffixes, width)
@@ -181,7 +186,9 @@ class SlotCache(KvCache):
         if self._routing_shape is not None:
             self.routing = (self._routing_shape.new_buffer(num_slots, 1, capacity, device=self.keys.device),)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
-        self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
+        self.heads = rows.view(num_slots, num_kv_heads)
+        """Number of each slot's head among those of all slots."""
+        self.first_positions = self.heads * capacity
         """Start of each slot's and head's positions with the first three axes flattened, shape [slots, kv_heads]."""
         self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
         """For each cached tensor, its layers flattened in this way."""
@@ -233,11 +240,11 @@ class _SlotSuffixAttention(SuffixAttention):
         self._num_read = min(read_length(max(suffix.end for suffix in suffixes)), cache.capacity)
         super().__init__(suffixes, width, cache.attention, self._num_read, cache.keys)
         self._cache = cache
-        self._slots = torch.tensor([suffix.slot for suffix in suffixes], device=cache.keys.device)
+        self._slots = uploaded([suffix.slot for suffix in suffixes], cache.keys.device)
         tokens = [row * width + index for row, suffix in enumerate(suffixes) for index in range(len(suffix.tokens))]
         places = [(suffix.slot, position) for suffix in suffixes for position in range(suffix.first, suffix.end)]
-        self._tokens = torch.tensor(tokens, device=cache.keys.device)
-        self._places = torch.tensor(places, device=cache.keys.device).unbind(1)
+        self._tokens = uploaded(tokens, cache.keys.device)
+        self._places = uploaded(places, cache.keys.device).unbind(1)
         slots, positions = self._places
         self._written = (cache.first_positions[slots] + positions[:, None]).view(-1)
 
@@ -283,8 +290,8 @@ class _DecodeAttention:
     def written(self, layer: int) -> Written:
         keys, values = (stores[layer] for stores in self._stores)
         head_dim = keys.shape[-1]
-        first_heads = self._written[:: self._shape.num_kv_heads]
-        return Written(keys, values, first_heads, head_dim, self._cache.capacity * head_dim)
+        capacity = self._cache.capacity  # a slot's first head is one block
+        return Written(keys, values, self._cache.heads, self._positions, capacity, head_dim, capacity * head_dim)
 
     def attend(self, layer: int, queries: Tensor, sinks: Tensor | None = None) -> Tensor:
         head_dim = queries.shape[-1]

@@ -104,6 +104,34 @@ class PositionRotaryEmbedding(torch.nn.Module):
         return torch.cat([half for of_base in angles for half in (of_base, of_base)], dim=-1)[:, None, None, :]
 
 
+class EngineRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding for Transformer Engine's layers, with the model's own frequencies.
+
+    Samples that share prefixes get angles for the positions of their rows.
+    """
+
+    def __init__(self, frequencies: Tensor, config: TransformerConfig, cp_group: Any) -> None:
+        super().__init__(
+            2 * len(frequencies),
+            rotary_percent=1.0,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=cp_group,
+        )
+        self.inv_freq = frequencies
+
+    def get_rotary_seq_len(self, *arguments: Any) -> Any:
+        """Returns the length of the longest sequence, or the positions of shared rows. The last argument describes the
+        sequences."""
+        packed = arguments[-1]
+        return super().get_rotary_seq_len(*arguments) if packed.qkv_format == "thd" else packed.positions
+
+    def forward(self, length: int | Tensor, *arguments: Any, **settings: Any) -> Any:
+        """Returns angles [length or rows, 1, 1, rotated elements of a head]."""
+        if isinstance(length, Tensor):
+            return PositionRotaryEmbedding(self.inv_freq)(length)
+        return super().forward(length, *arguments, **settings)
+
+
 class PackedAttention(torch.nn.Module):
     """Causal core attention within each packed sequence by torch's kernels.
 
@@ -160,23 +188,6 @@ class PackedAttention(torch.nn.Module):
             query, key, value, packed, self.softmax_scale, self.window, self.softcap, self.softmax_offset
         )
         return attended.flatten(1)[:, None]
-
-
-def attends_trees(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Returns Transformer Engine's core attention for Megatron's layers, extended to samples that share prefixes.
-
-    Its kernels take whole sequences. Trees are computed as by PackedAttention.
-    """
-
-    class AttentionOfTrees(attention):  # type: ignore[misc, valid-type]
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **settings: Any) -> Any:
-            packed = settings.get("packed_seq_params")
-            if not isinstance(packed, TreeSequences):
-                return super().forward(query, key, value, *arguments, **settings)
-            query, key, value = (x.flatten(1, -2).to(value.dtype) for x in (query, key, value))
-            return attend_rows(query, key, value, packed, self.softmax_scale).flatten(1)[:, None]
-
-    return AttentionOfTrees
 
 
 class GroupedSelfAttention(SelfAttention):
@@ -510,24 +521,19 @@ class LatentRotaryEmbedding(PositionRotaryEmbedding):
         return _beside(self.magnitude, super().forward(positions)[:, 0])
 
 
-class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding for Transformer Engine's layers, with the model's own frequencies."""
+class EngineLatentRotaryEmbedding(EngineRotaryEmbedding):
+    """The rotary embedding of MLASelfAttention of Transformer Engine's modules."""
 
     def __init__(
         self, architecture: Architecture, config: MLATransformerConfig, device: torch.device, like: Any
     ) -> None:
-        super().__init__(
-            architecture.rotated_size,
-            rotary_percent=1.0,
-            use_cpu_initialization=config.use_cpu_initialization,
-            cp_group=like.cp_group,
-        )
-        self.inv_freq = inverse_frequencies(architecture).to(device)
+        super().__init__(inverse_frequencies(architecture).to(device), config, like.cp_group)
         self.magnitude = architecture.rotation_magnitude
 
-    def forward(self, *arguments: Any, **settings: Any) -> Any:
-        """Returns Megatron's angles, with `magnitude` unless it is 1."""
-        return _beside(self.magnitude, super().forward(*arguments, **settings))
+    def forward(self, length: int | Tensor, *arguments: Any, **settings: Any) -> Any:
+        """Returns Megatron's angles, with `magnitude` unless it is 1. Those of shared rows are [rows, 1, ...]."""
+        angles = super().forward(length, *arguments, **settings)
+        return _beside(self.magnitude, angles[:, 0] if isinstance(length, Tensor) else angles)
 
 
 def _beside(magnitude: float, angles: Tensor) -> Tensor | tuple[Tensor, float]:
@@ -542,4 +548,6 @@ def rotate_by_position(model: torch.nn.Module, architecture: Architecture, devic
         if isinstance(module, LatentSelfAttention):
             module.rotary_pos_emb = packed
         elif isinstance(module, ExplicitLatentAttention):
-            module.rotary_pos_emb = ScaledRotaryEmbedding(architecture, module.config, device, module.rotary_pos_emb)
+            module.rotary_pos_emb = EngineLatentRotaryEmbedding(
+                architecture, module.config, device, module.rotary_pos_emb
+            )

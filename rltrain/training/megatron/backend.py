@@ -515,9 +515,8 @@ class TrainableModel(EvaluableModel, TrainedModel):
         )
 
     @property
-    def may_share(self) -> bool:
-        """False with a layer for multi-token prediction: it takes the next token, which differs between samples."""
-        return not self.predicts
+    def looks_ahead(self) -> bool:
+        return bool(self.predicts)
 
     @property
     def ends_here(self) -> bool:

@@ -1,4 +1,4 @@
-"""Context parallelism without Transformer Engine: a rank has two slices of every packed sequence.
+"""Context parallelism without Transformer Engine's: a rank has two slices of every packed sequence.
 
 Either all ranks gather all keys and values, with summed gradients in backward (Llama 3, arXiv:2407.21783, section
 3.3.2). Or each rank gets all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509).
@@ -156,11 +156,36 @@ class SpreadHeadsAttention(torch.nn.Module):
         return back_from_heads(attended, packed.of_all, self.group).flatten(1)[:, None]
 
 
+def attends_trees(attention: type[torch.nn.Module], config: TransformerConfig) -> type[torch.nn.Module]:
+    """Returns Transformer Engine's core attention for Megatron's layers, extended to samples that share prefixes.
+
+    Its kernels take whole sequences. Trees are computed as in Megatron's own layers.
+    """
+    of_trees = PackedAttention if config.context_parallel_size == 1 else _attention_of_slices(config)
+
+    class AttentionOfTrees(attention):  # type: ignore[misc, valid-type]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.of_trees = of_trees(**settings)
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, packed_seq_params: Any, **settings: Any
+        ) -> Any:
+            attend = super().forward if packed_seq_params.qkv_format == "thd" else self.of_trees
+            return attend(query, key, value, *arguments, packed_seq_params=packed_seq_params, **settings)
+
+    return AttentionOfTrees
+
+
+def _attention_of_slices(config: TransformerConfig) -> type[torch.nn.Module]:
+    return SpreadHeadsAttention if config.cp_comm_type == BY_HEADS else GatheredKeysAttention
+
+
 def with_context_parallelism(
     block: TransformerBlockSubmodules, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
     """Replaces the core attention in layers of Megatron's own modules, as `config` requires, and returns the block."""
-    attention = SpreadHeadsAttention if config.cp_comm_type == BY_HEADS else GatheredKeysAttention
+    attention = _attention_of_slices(config)
     for layer in block.layer_specs or [] if config.context_parallel_size > 1 else []:
         modules = layer.submodules.self_attention.submodules
         if hasattr(modules, "core_attention"):  # gated delta nets spread their heads themselves

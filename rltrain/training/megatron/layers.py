@@ -46,9 +46,13 @@ from rltrain.training.megatron.attention import (
     PackedAttention,
     PackedSequences,
     TreeSequences,
-    attends_trees,
 )
-from rltrain.training.megatron.context_parallel import SlicedSequences, SpreadHeads, with_context_parallelism
+from rltrain.training.megatron.context_parallel import (
+    SlicedSequences,
+    SpreadHeads,
+    attends_trees,
+    with_context_parallelism,
+)
 from rltrain.training.megatron.experts import BiasedRouter, ClampedSwiGlu, Down, GateUp, SampleRouter, SparseLayer
 from rltrain.training.megatron.norms import (
     Addition,
@@ -385,7 +389,8 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
     from megatron.core.extensions import transformer_engine as engine
 
     latent = architecture.mla is not None
-    attention = _fused_latent_attention(engine) if latent else _fused_attention(engine, config.qk_layernorm)
+    core = attends_trees(engine.TEDotProductAttention, config)
+    attention = _fused_latent_attention(engine, core) if latent else _fused_attention(engine, core, config.qk_layernorm)
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
     dense = MLPSubmodules(linear_fc1=engine.TELayerNormColumnParallelLinear, linear_fc2=engine.TERowParallelLinear)
@@ -402,14 +407,14 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
     )
 
 
-def _fused_attention(engine: ModuleType, norms_heads: bool) -> ModuleSpec:
+def _fused_attention(engine: ModuleType, core: type[torch.nn.Module], norms_heads: bool) -> ModuleSpec:
     head_norm = engine.TENorm if norms_heads else IdentityOp
     return ModuleSpec(
         module=GroupedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=engine.TELayerNormColumnParallelLinear,
-            core_attention=attends_trees(engine.TEDotProductAttention),
+            core_attention=core,
             linear_proj=engine.TERowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -417,7 +422,7 @@ def _fused_attention(engine: ModuleType, norms_heads: bool) -> ModuleSpec:
     )
 
 
-def _fused_latent_attention(engine: ModuleType) -> ModuleSpec:
+def _fused_latent_attention(engine: ModuleType, core: type[torch.nn.Module]) -> ModuleSpec:
     return ModuleSpec(
         module=ExplicitLatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -427,7 +432,7 @@ def _fused_latent_attention(engine: ModuleType) -> ModuleSpec:
             linear_q_up_proj=engine.TELayerNormColumnParallelLinear,
             linear_kv_down_proj=engine.TELinear,
             linear_kv_up_proj=engine.TELayerNormColumnParallelLinear,
-            core_attention=engine.TEDotProductAttention,
+            core_attention=core,
             linear_proj=engine.TERowParallelLinear,
             q_layernorm=IdentityOp,
             kv_layernorm=IdentityOp,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,8 +31,8 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import PackedModel
 from rltrain.training.megatron.attention import (
+    EngineRotaryEmbedding,
     PositionRotaryEmbedding,
-    TreeSequences,
     packed_sequences,
     rotate_by_position,
     thd_sequences,
@@ -191,9 +190,7 @@ class ModelChunk(LanguageModule):
         """Returns the angles of rotary embeddings. Layers with latent attention make their own."""
         if self.config.multi_latent_attention:
             return None
-        rotary = cast(PositionRotaryEmbedding | RotaryEmbedding, self.rotary_pos_emb)
-        if isinstance(sequences, TreeSequences) and isinstance(rotary, RotaryEmbedding):
-            rotary = PositionRotaryEmbedding(rotary.inv_freq)
+        rotary = cast(PositionRotaryEmbedding | EngineRotaryEmbedding, self.rotary_pos_emb)
         length = rotary.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
         angles: Tensor = rotary(length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group)
         return angles
@@ -255,13 +252,7 @@ class ModelChunk(LanguageModule):
             return
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:
-            self.rotary_pos_emb = RotaryEmbedding(
-                self.config.kv_channels,
-                rotary_percent=1.0,
-                use_cpu_initialization=self.config.use_cpu_initialization,
-                cp_group=self.pg_collection.cp,
-            )
-            self.rotary_pos_emb.inv_freq = frequencies
+            self.rotary_pos_emb = EngineRotaryEmbedding(frequencies, self.config, self.pg_collection.cp)
         elif architecture.sliding_rope_theta is None:
             axes = axis_of_frequency(architecture)
             axes = None if axes is None else axes.to(device)
@@ -344,16 +335,6 @@ class LanguageModel(torch.nn.Module, PackedModel):
             padding="longest of all" if config.moe_token_dispatcher_type == "allgather" else "longest",
             prefixes=self.share_prefixes,
         )
-
-    @property
-    def obstacle_to_sharing(self) -> str | None:
-        if not self.options.transformer_engine:
-            return None
-        if self.architecture.mla:
-            return "Transformer Engine's latent attention takes whole sequences"
-        if self.share.size > 1:
-            return "Transformer Engine's context parallelism takes whole sequences"
-        return None
 
     def logits_of(self, outputs: Tensor) -> Logits:
         """Returns the last chunk's outputs as logits."""

@@ -23,8 +23,9 @@ from rltrain.algorithms.losses import LossOutput
 from rltrain.models.prediction import PredictionNames
 from rltrain.training.megatron.layers import word_embedding
 from rltrain.training.megatron.norms import RMSNorm, parameter_device
-from rltrain.training.packing import MicroBatch, of_all_tokens
-from rltrain.training.vocabulary import Logits, vocab_parallel_logprobs
+from rltrain.training.packing import MicroBatch, of_all_tokens, of_drawn_tokens
+from rltrain.training.prefix_tree import following_tokens
+from rltrain.training.vocabulary import LabelledRows, Logits, vocab_parallel_logprobs
 
 LOSS = "mtp_loss"
 """Name of the metric of its loss."""
@@ -51,9 +52,8 @@ class Predicted:
 
 def tell_following(sequences: PackedSeqParams, batch: MicroBatch) -> Predicted:
     """Attaches the following tokens to the packed sequences, for the layer."""
-    following = batch.experience.tokens.roll(-1)
-    following[batch.experience.offsets()[1:] - 1] = 0  # a fixed token, since routers count these rows too
-    rows = batch.rows_of(following)
+    # A sample's end gets a fixed token, since routers count these rows too.
+    rows = batch.rows_of(following_tokens(batch.experience))
     padded = torch.nn.functional.pad(rows, (0, len(batch.padded_tokens) - len(rows)))
     told = Predicted(padded.to(batch.padded_tokens.device))
     vars(sequences)["predicted"] = told
@@ -175,10 +175,16 @@ def prediction_loss(batch: MicroBatch, made_of: Logits, shares: Tensor, groups: 
     Each sample's mean over its response tokens has its weight in `shares` [samples]. `made_of` has the layer's states
     and the head's weights. Collective over: the tensor- and context-parallel groups.
     """
-    logits = replace(made_of, states=made_of.states[: batch.num_rows])
-    labels = batch.rows_of(batch.experience.tokens.roll(-AHEAD))
-    logprobs, _ = vocab_parallel_logprobs(logits, labels, vocab_size=vocab_size, temperature=1.0, group=groups.tp)
-    of_tokens = of_all_tokens(batch, logprobs, groups.cp)
+    logits, tokens = replace(made_of, states=made_of.states[: batch.num_rows]), batch.experience.tokens
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "temperature": 1.0, "group": groups.tp}
+    if batch.slices is None or batch.tree is None:
+        logprobs, _ = vocab_parallel_logprobs(logits, batch.rows_of(tokens.roll(-AHEAD)), **settings)
+        of_tokens = of_all_tokens(batch, logprobs, groups.cp)
+    else:
+        drawn = batch.slices.drawn[AHEAD - 1]
+        labelled = LabelledRows(drawn.rows, drawn.starts)
+        logprobs, _ = vocab_parallel_logprobs(logits, tokens[drawn.tokens], labelled=labelled, **settings)
+        of_tokens = of_drawn_tokens(batch, drawn, logprobs, groups.cp).roll(-AHEAD)
     return -(of_tokens * weights_of_rows(batch, shares)).sum()
 
 
