@@ -81,6 +81,16 @@ def test_a_tight_budget_gives_what_none_gives(checkpoint: Path) -> None:
     assert engine.cache_metrics()["rollout/context_prefix_tokens"] > 0
 
 
+@pytest.mark.parametrize("kv_tokens", [1600, 100_000])
+def test_steps_in_flight_give_what_steps_read_at_once_give(checkpoint: Path, kv_tokens: int) -> None:
+    """The default is a step in flight. Other company rounds differently."""
+    options = {"device": "cuda", "max_context_tokens": 1024, "kv_tokens": kv_tokens}
+    at_once, in_flight = (load_engine(checkpoint, ahead=ahead, **options)[0] for ahead in (0, None))
+    for _ in range(3):
+        expected, found = (engine.generate(samples(), SAMPLED) for engine in (at_once, in_flight))
+        assert_same_but_for_ties(found, expected, logprob=1e-4)
+
+
 def test_auto_leaves_the_workspace_and_a_20th_of_the_device() -> None:
     workspace_bytes = 2**30
     budget = budget_of("auto", torch.device("cuda"), workspace_bytes)

@@ -236,7 +236,7 @@ def test_attention_with_other_scores_takes_the_kernel(shape: dict[str, Any], mon
 
 def slots_of(num_slots: int) -> Slots:
     """Returns slots with some state, of which the first ones run."""
-    made = Slots(Mock(), num_slots, torch.device("cpu"), max_context_tokens=9)
+    made = Slots(Mock(), num_slots, 9, torch.device("cpu"))
     numbers = [*range(num_slots * 3 // 4)]
     running = len(numbers)
     rows = [[1] * running, [number % 5 for number in numbers], numbers, numbers, [4] * running, [0] * running, numbers]

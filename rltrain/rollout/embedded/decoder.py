@@ -377,14 +377,14 @@ class Slots:
     """
 
     def __init__(
-        self, cache: KvCache, num_slots: int, device: torch.device, *, max_context_tokens: int, ahead: int = 0
+        self, cache: KvCache, num_slots: int, max_context_tokens: int, device: torch.device, ahead: int | None = None
     ) -> None:
         self.cache = cache
         self.num_slots = num_slots
-        self.ahead = ahead
+        self.ahead = int(device.type == "cuda" and cache.allows_ahead) if ahead is None else ahead
         """Number of steps launched before the results of a step are read, 0 or 1."""
         self.transcript = Transcript(max_context_tokens, num_slots)
-        self.results = Results(num_slots, device, ahead)
+        self.results = Results(num_slots, device, self.ahead)
         self.state = torch.zeros(STREAM + 1, num_slots, dtype=torch.int64, device=device)
         self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         """Increments of POSITION, DRAWN and PLACE per step. Those of PLACE are 0."""

@@ -92,9 +92,8 @@ class EmbeddedEngine(Engine):
         self._zeros = zeros
         self.policy_version: int | None = 0
         self._device = torch.device(device)
-        self._max_running_requests = max_running_requests
-        self._max_context_tokens = max_context_tokens
-        self._tokenizer = tokenizer
+        self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
+        self._tokenizer, self._cache_returns = tokenizer, cache_returns
         self._parameters, self._images = parameters, images
         self._tensor_parallel = TensorParallel(tp_group)
         kernels, against_kernels = choose_kernels(self._device, dtype)
@@ -111,15 +110,10 @@ class EmbeddedEngine(Engine):
             record_routing=record_routing,
             kernels=kernels,
         )
-        self._cache_returns = cache_returns
         self.decodes_by = "one slot per sample"
         self._was_released, self._has_budget = False, kv_budget is not None
         cache = self._new_cache(kv_budget, dtype)
-        if ahead is None:
-            ahead = int(self._device.type == "cuda" and cache.allows_ahead)
-        self._slots = Slots(
-            cache, max_running_requests, self._device, max_context_tokens=max_context_tokens, ahead=ahead
-        )
+        self._slots = Slots(cache, max_running_requests, max_context_tokens, self._device, ahead)
         if record is None:
             record = recorder(self._device, tp_group)
             if record is not None and self._model.needs_host:
