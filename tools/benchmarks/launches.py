@@ -305,7 +305,7 @@ def decode_step(num_slots: int, num_positions: int, folder: Path) -> Counts:
         free=lambda first, end: None,
     )
     with torch.inference_mode():
-        slots = Slots(blocks, num_slots, META, max_context_tokens=num_positions)
+        slots = Slots(blocks, num_slots, num_positions, META)
         decoder = Decoder(model, slots, draw_by_kernel, None)
         step = partial(decoder.step, num_slots, num_positions, SamplingParams(1.0, 1.0, 0, 1, (0,)))
         step()  # memory of the stop tokens
