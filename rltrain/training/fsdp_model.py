@@ -1,5 +1,6 @@
 """The transformers model of a checkpoint, sharded by fully_shard, with adapters and rounded experts."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -463,8 +464,7 @@ class ShardedModel(PackedModel):
         _check_parameters(self.named(), architecture, folder)
         if architecture.delta:
             compute_packed(self.module)
-        if fused_kernels(device) is not None:
-            compute_fused(self.module, model.recomputed.chosen(transformer_engine=False))
+        _fuse(self.module, device, model.recomputed)
         self.adapters = ShardedAdapters(self.module, architecture, lora, seed, tower) if lora else None
         if model.fake_quantization:
             round_experts(self.module, model.fake_quantization)
@@ -626,6 +626,19 @@ def local_shards(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns this rank's shards by name, without empty ones."""
     shards = {name: local_shard(parameter) for name, parameter in named.items()}
     return {name: shard for name, shard in shards.items() if shard.numel()}
+
+
+def _fuse(module: torch.nn.Module, device: torch.device, recomputed: schema.Recompute) -> None:
+    """Lets fused kernels compute the layers if the device has any. Warns if cheap outputs cannot be made again."""
+    made_again = recomputed.chosen(transformer_engine=False)
+    if fused_kernels(device) is not None:
+        compute_fused(module, made_again)
+    elif made_again:
+        logging.getLogger(__name__).warning(
+            "model.recompute: got selective, but with backend fsdp it makes outputs of fused kernels again, and %s has "
+            "none, so it saves nothing; expected none or full",
+            device,
+        )
 
 
 def _check_parameters(named: Mapping[str, Tensor], architecture: Architecture, folder: Path) -> None:

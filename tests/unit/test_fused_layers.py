@@ -208,6 +208,14 @@ def test_transformers_layers(
     assert launched() == []
 
 
+def test_without_kernels_transformers_layers_say_that_they_keep_outputs(
+    tmp_path: Path, groups: ProcessGroups, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_family_checkpoint("qwen3", tmp_path)
+    reading_in_training(path, GRID_OF_FSDP, groups, recompute="selective")
+    assert "model.recompute: got selective, but" in caplog.text and "it saves nothing" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OF_FSDP)
 def test_outputs_of_transformers_that_backward_makes_again(
