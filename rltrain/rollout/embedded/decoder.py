@@ -273,14 +273,14 @@ class HostCopy:
 
     def __init__(self, source: Tensor) -> None:
         self._source = source
-        self.memory = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        self.arrays: Any = tuple(field.numpy() for field in _fields(self.memory))
+        self.on_host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self.arrays: Any = tuple(field.numpy() for field in _fields(self.on_host))
         """Tokens, log-probs and flags of all slots (see Results)."""
         self._arrived = torch.cuda.Event() if source.is_cuda else None
 
     def send(self) -> None:
         """Starts the copy."""
-        self.memory.copy_(self._source, non_blocking=True)
+        self.on_host.copy_(self._source, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
