@@ -41,11 +41,11 @@ class LateCopy(HostCopy):
         assert self.is_read, "a copy is overwritten before it is read"
         super().send()
         self.copies.append(self)
-        self.sent, self.is_read = self.memory.clone(), False
-        self.memory.fill_(0xA5)
+        self.sent, self.is_read = self.on_host.clone(), False
+        self.on_host.fill_(0xA5)
 
     def wait(self) -> None:
-        self.memory.copy_(self.sent)
+        self.on_host.copy_(self.sent)
         self.is_read = True
 
 

@@ -273,14 +273,14 @@ class HostCopy:
 
     def __init__(self, source: Tensor) -> None:
         self._source = source
-        self.memory = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        self.arrays: Any = tuple(field.numpy() for field in _fields(self.memory))
+        self.on_host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        self.arrays: Any = tuple(field.numpy() for field in _fields(self.on_host))
         """Tokens, log-probs and flags of all slots (see Results)."""
         self._arrived = torch.cuda.Event() if source.is_cuda else None
 
     def send(self) -> None:
         """Starts the copy."""
-        self.memory.copy_(self._source, non_blocking=True)
+        self.on_host.copy_(self._source, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
@@ -352,13 +352,18 @@ class Transcript:
         self._tokens[row, columns] = tokens
         self._logprobs[row, columns] = logprobs
 
-    def read(self, column: int, first_step: int, end_step: int) -> tuple[list[int], list[float]]:
-        """Returns the tokens and log-probs that the steps from `first_step` up to `end_step` generated."""
-        first, count = first_step % self._shape[0], end_step - first_step
-        rows: slice | Array = slice(first, first + count)
-        if first + count > self._shape[0]:
-            rows = np.arange(first, first + count) % self._shape[0]
-        return self._tokens[rows, column].tolist(), self._logprobs[rows, column].tolist()
+    def read(self, spans: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
+        """Returns the tokens and log-probs of each span (column, first step, end of steps)."""
+        if not spans:
+            return []
+        columns, firsts, stops = np.array(spans).T
+        counts = stops - firsts
+        ends = counts.cumsum()
+        rows = (np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)) % self._shape[0]
+        places = rows, np.repeat(columns, counts)
+        tokens, logprobs = self._tokens[places].tolist(), self._logprobs[places].tolist()
+        cuts = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+        return [(tokens[cut], logprobs[cut]) for cut in cuts]
 
 
 # State of decode steps other than weights. It outlives a generation, so recorded steps stay valid.
@@ -423,18 +428,19 @@ class Slots:
     def take(self, tokens: Tensor, logprobs: Tensor, stop_tokens: Tensor, kernels: LayerKernels | None) -> None:
         """Stores the results of a step in the first slots and moves these on."""
         state, increments, results = self.state[:, : len(tokens)], self.increments[:, : len(tokens)], self.results
-        stopped, failed, finished = results.flags[:, : len(tokens)]
+        stopped, failed, finished = results.flags[:, : len(tokens)].unbind()
         if kernels is not None:
             flags, drawn = (stopped, failed, finished), (results.tokens, results.logprobs)
             kernels.finish_step(tokens, logprobs, stop_tokens, state, increments, flags, drawn)
             return
-        results.tokens[: len(tokens)].copy_(tokens)
-        results.logprobs[: len(tokens)].copy_(logprobs)
-        state[TOKEN].copy_(tokens)
+        fed, _, num_drawn, _, limits, *_ = state.unbind()
+        results.tokens[: len(tokens)] = tokens
+        results.logprobs[: len(tokens)] = logprobs
+        fed.copy_(tokens)
         state[POSITION : PLACE + 1].add_(increments)
         torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
         torch.logical_not(logprobs.isfinite(), out=failed)
-        torch.logical_or(stopped | failed, state[DRAWN] >= state[LIMIT], out=finished)
+        torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
 
     def free(self, first: int, end: int) -> None:
         """Makes the slots from `first` up to `end` idle."""

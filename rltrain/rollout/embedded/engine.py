@@ -126,7 +126,7 @@ class EmbeddedEngine(Engine):
             self.decodes_by += f"; sampling without a Triton kernel: {reason}"
         self._decoder = Decoder(self._model, self._slots, draw, record)
         self._generation: Generation | None = None
-        check_device(self, self._device)
+        check_device(self, self._device, on_host=["on_host"])
 
     @property
     def num_unfinished(self) -> int:

@@ -159,10 +159,6 @@ class _Running:
         return len(self.context) - 1 + step - self.first_step
 
 
-# Rows of the seats: a sample's column of the transcript, its position minus the step, the end of its steps by length.
-COLUMN, OFFSET, LAST = range(3)
-
-
 class _Launched(NamedTuple):
     """A step whose results the host has not read, with the samples and columns of its slots."""
 
@@ -209,7 +205,8 @@ class Generation:
         self._unfinished: dict[int, Sample] = {}  # by id, in the order of submission
         self._waiting: deque[Sample] = deque()
         self._running: list[_Running] = []  # replaced and never changed, since steps in flight refer to it
-        self._seats: Array = np.zeros((3, 0), dtype=np.int64)  # of the running samples
+        self._seats: Array = np.zeros((3, 0), dtype=np.int64)
+        """For each running sample its column, its position minus the step, and the end of its steps by its length."""
         self._in_flight: deque[_Launched] = deque()
         self._ended: list[_Running] = []  # still in the transcript
         self._finished: list[Sample] = []
@@ -219,6 +216,8 @@ class Generation:
         """Number of launched steps."""
         self._num_read = 0
         """Number of steps with their results read."""
+        self._last_step = 0
+        """End of the steps (exclusive) of the running samples by their length."""
         self._crowded_step = 0
         """No running sample needs more room before this step."""
         self.is_crowded = False
@@ -295,7 +294,7 @@ class Generation:
         num_new = self._num_admitted(policy_version)
         if num_new:
             self._admit(num_new, policy_version)
-        is_needed = self._num_steps < self._seats[LAST].max(initial=0)  # if not, all running samples end by length
+        is_needed = self._num_steps < self._last_step  # if not, all running samples end by length
         if is_needed:
             if not self._versions or self._versions[-1][1] != policy_version:
                 self._versions.append((self._num_steps, policy_version))
@@ -365,12 +364,14 @@ class Generation:
         first = len(self._running)
         columns = self._slots.transcript.take(num_new)
         admitted = [self._start(self._waiting.popleft(), column) for column in columns]
-        seats = [(each.column, each.position(0), self._last_step(each)) for each in admitted]
-        self._seats = np.concatenate([self._seats, np.array(seats, dtype=np.int64).T], 1)
-        self._running = [*self._running, *admitted]
-        self._num_positions = self._most_positions()
+        limits = [response_limit(each.sample, self.sampling, self._max_context_tokens) for each in admitted]
+        seats = [
+            (each.column, each.position(0), each.first_step + limit - len(each.sample.tokens))
+            for each, limit in zip(admitted, limits, strict=True)
+        ]
+        self._seat([*self._running, *admitted], np.concatenate([self._seats, np.array(seats).T], 1))
         self._slots.cache.reserve(first + num_new, self._num_positions, num_used=first)
-        self._write_state(first, admitted)
+        self._write_state(first, admitted, limits)
         cache, samples = self._slots.cache, [running.sample for running in admitted]
         entered = cache.enter(first, [self._keyed(sample) for sample in samples], policy_version)
         self._slots.head_tokens.add(sum(len(running.context) - 1 for running in admitted), entered)
@@ -386,16 +387,14 @@ class Generation:
         recent = self._stop_strings.recent(sample.turn_tokens) if self._stop_strings else None
         return _Running(sample, next(self._numbers), sample.context, column, self._num_steps, recent)
 
-    def _last_step(self, running: _Running) -> int:
-        """Returns the end of its steps (exclusive) by its response's limit."""
-        limit = response_limit(running.sample, self.sampling, self._max_context_tokens)
-        return running.first_step + limit - len(running.sample.tokens)
+    def _seat(self, running: list[_Running], seats: Array) -> None:
+        """Takes these samples for the running ones."""
+        self._running, self._seats = running, seats
+        _, offsets, ends = seats
+        self._num_positions = int(offsets.max()) + self._num_steps if running else 0
+        self._last_step = int(ends.max()) if running else 0
 
-    def _most_positions(self) -> int:
-        """Returns the number of positions with tokens in the longest running sample."""
-        return int(self._seats[OFFSET].max(initial=-self._num_steps)) + self._num_steps
-
-    def _write_state(self, first: int, admitted: Sequence[_Running]) -> None:
+    def _write_state(self, first: int, admitted: Sequence[_Running], limits: list[int]) -> None:
         samples = [running.sample for running in admitted]
         streams = random_streams([sample.seed for sample in samples], torch.device("cpu")).tolist()
         rows = [
@@ -403,7 +402,7 @@ class Generation:
             [len(running.context) - 1 for running in admitted],
             [len(sample.tokens) for sample in samples],
             [*range(first, first + len(samples))],
-            [response_limit(sample, self.sampling, self._max_context_tokens) for sample in samples],
+            limits,
             [delta(sample, self._images.merge) if self._images else 0 for sample in samples],
             [
                 NO_STREAM if self.sampling.greedy and self.sampling.is_greedy(sample) else stream
@@ -417,7 +416,7 @@ class Generation:
         self._num_positions += 1
         self._decoder.step(len(self._running), self._num_positions, self.sampling)
         self._num_steps += 1
-        self._in_flight.append(_Launched(self._running, self._seats[COLUMN], self._slots.results.send()))
+        self._in_flight.append(_Launched(self._running, self._seats[0], self._slots.results.send()))
 
     def _read_steps(self, num_left: int) -> None:
         """Reads the results of steps until only `num_left` are in flight, and ends the samples that they finished.
@@ -522,9 +521,8 @@ class Generation:
                 seats[:, destination] = self._seats[:, source]
                 left[destination] = self._running[source]
             self._slots.move(sources, destinations, self._num_positions)
-        self._running, self._seats = left, seats
         self._slots.free(num_left, num_running)
-        self._num_positions = self._most_positions()
+        self._seat(left, seats)
 
     def _take_finished(self) -> list[Sample]:
         """Returns the finished samples not returned before."""
@@ -544,9 +542,10 @@ class Generation:
 
     def _read(self, wanted: Sequence[_Running]) -> Iterator[Sample]:
         """Yields each sample with all of its tokens, from before and from here."""
-        for running in wanted:
-            end = self._num_read if running.end_step is None else running.end_step
-            tokens, logprobs = self._slots.transcript.read(running.column, running.first_step, end)
+        ends = [self._num_read if running.end_step is None else running.end_step for running in wanted]
+        spans = [(running.column, running.first_step, end) for running, end in zip(wanted, ends, strict=True)]
+        drawn = self._slots.transcript.read(spans)
+        for running, end, (tokens, logprobs) in zip(wanted, ends, drawn, strict=True):
             versions = self._policy_versions(running.first_step, end)
             sample = running.sample.drawn(tokens, logprobs, versions, running.status)
             yield sample if running.routed is None else sample.routed(running.routed.cpu().numpy())

@@ -22,7 +22,7 @@ from rltrain.rollout.sample import Sample
 def uploaded(values: Any, device: torch.device) -> Tensor:
     """Returns int64 `values`, nested sequences, or an array of any dtype, on `device`. Does not wait for the device."""
     made = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
 
 
 # States of samples in layers with gated delta nets. They replace keys and values of single tokens.
