@@ -60,8 +60,9 @@ class Efficiency(Section):
     decode_layer_s: NonNegative = 1.9e-5
     """Seconds of a layer in a decode step with CUDA graph, beyond its reads and products: about 2 microseconds for each
     of nine launches."""
-    decode_step_s: NonNegative = 1e-3
-    """Further seconds of a decode step: sampling, and scheduling the next step."""
+    decode_step_s: NonNegative = 3e-4
+    """Further seconds of a decode step: the launches outside of layers, and what is left of the host's work. The host
+    schedules while the next step runs."""
     collective_s: NonNegative = 1.5e-5
     """Latency in seconds of one collective within a node."""
     network_collective_s: NonNegative = 4e-5

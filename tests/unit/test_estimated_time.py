@@ -58,8 +58,9 @@ def step_of(placement=APART, world_size=16, **sections):
     return Clock(long_job(placement, world_size, **sections), H100, WORKLOAD).step()
 
 
-UNFUSED = {"moved": 5.0, "layer_s": 2.8e-3, "decode_layer_s": 5e-5}
-"""Costs without fused kernels, as in the run on an H100 of docs/estimates.md."""
+UNFUSED = {"moved": 5.0, "layer_s": 2.8e-3, "decode_layer_s": 5e-5, "decode_step_s": 1e-3}
+"""Costs without fused kernels and with a host that waits for each decode step, as in the run on an H100 of
+docs/estimates.md."""
 MEASURED_S = {"generate": (2.09, 2.04), "actor_logprobs": (0.44, 0.53), "update": (1.14, 1.58)}
 """Seconds of that run's tasks in two steps."""
 
