@@ -104,7 +104,7 @@ class PositionRotaryEmbedding(torch.nn.Module):
         return torch.cat([half for of_base in angles for half in (of_base, of_base)], dim=-1)[:, None, None, :]
 
 
-class EngineRotaryEmbedding(RotaryEmbedding):
+class MegatronRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding for Transformer Engine's layers, with the model's own frequencies.
 
     Samples that share prefixes get angles for the positions of their rows.
@@ -521,7 +521,7 @@ class LatentRotaryEmbedding(PositionRotaryEmbedding):
         return _beside(self.magnitude, super().forward(positions)[:, 0])
 
 
-class EngineLatentRotaryEmbedding(EngineRotaryEmbedding):
+class MegatronLatentRotaryEmbedding(MegatronRotaryEmbedding):
     """The rotary embedding of MLASelfAttention of Transformer Engine's modules."""
 
     def __init__(
@@ -548,6 +548,6 @@ def rotate_by_position(model: torch.nn.Module, architecture: Architecture, devic
         if isinstance(module, LatentSelfAttention):
             module.rotary_pos_emb = packed
         elif isinstance(module, ExplicitLatentAttention):
-            module.rotary_pos_emb = EngineLatentRotaryEmbedding(
+            module.rotary_pos_emb = MegatronLatentRotaryEmbedding(
                 architecture, module.config, device, module.rotary_pos_emb
             )

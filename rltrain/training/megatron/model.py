@@ -31,7 +31,7 @@ from rltrain.runtime.grid import Grid
 from rltrain.runtime.process_groups import ProcessGroups
 from rltrain.training.logprobs import PackedModel
 from rltrain.training.megatron.attention import (
-    EngineRotaryEmbedding,
+    MegatronRotaryEmbedding,
     PositionRotaryEmbedding,
     packed_sequences,
     rotate_by_position,
@@ -190,7 +190,7 @@ class ModelChunk(LanguageModule):
         """Returns the angles of rotary embeddings. Layers with latent attention make their own."""
         if self.config.multi_latent_attention:
             return None
-        rotary = cast(PositionRotaryEmbedding | EngineRotaryEmbedding, self.rotary_pos_emb)
+        rotary = cast(PositionRotaryEmbedding | MegatronRotaryEmbedding, self.rotary_pos_emb)
         length = rotary.get_rotary_seq_len(None, self.decoder, embedded, self.config, sequences)
         angles: Tensor = rotary(length, packed_seq=sequences.qkv_format == "thd", cp_group=sequences.cp_group)
         return angles
@@ -252,7 +252,7 @@ class ModelChunk(LanguageModule):
             return
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:
-            self.rotary_pos_emb = EngineRotaryEmbedding(frequencies, self.config, self.pg_collection.cp)
+            self.rotary_pos_emb = MegatronRotaryEmbedding(frequencies, self.config, self.pg_collection.cp)
         elif architecture.sliding_rope_theta is None:
             axes = axis_of_frequency(architecture)
             axes = None if axes is None else axes.to(device)
