@@ -161,7 +161,7 @@ class Recompute(Section):
     in dense MLPs; `layernorm`, outputs of norms before dense matrices; `rotation`, normalized and rotated queries and
     keys. `core_attn`: outputs of attention. `mlp`: the inside of dense MLPs. `moe`: the inside of MoE layers with their
     shared experts. `shared_experts`: the inside of shared experts. `mla_up_proj`: queries, keys and values of latent
-    attention. `null`: the cheap ones that the backend has; core_attn with Transformer Engine."""
+    attention. `null`: the cheap ones that the backend has; core_attn with Transformer Engine or activation_offload."""
 
     def full_layers(self, count: int) -> int:
         """Returns the number of fully recomputed layers, from the first, in a chunk of `count` layers."""
@@ -221,7 +221,10 @@ class Model(Section):
     def recomputed(self) -> Recompute:
         """The setting `recompute` as a section."""
         given = self.recompute
-        return Recompute(granularity=given) if isinstance(given, str) else given
+        section = Recompute(granularity=given) if isinstance(given, str) else given
+        if self.activation_offload and section.granularity == "selective" and section.modules is None:
+            return section.model_copy(update={"modules": ("core_attn",)})  # inputs of cheap outputs stay on the device
+        return section
 
     @property
     def residual(self) -> str:

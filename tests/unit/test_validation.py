@@ -515,7 +515,8 @@ def test_activations_that_are_filled_where_they_lie_cannot_leave() -> None:
     recompute = {"granularity": "selective", "modules": ["core_attn", "layernorm"]}
     with pytest.raises(ConfigError, match=r"model\.activation_offload: got true with layernorm in model\.recompute"):
         check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": recompute}))
-    check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": "full"}))
+    for allowed in ("full", "selective"):
+        check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": allowed}))
 
 
 def test_a_share_is_one() -> None:
