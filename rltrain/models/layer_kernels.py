@@ -65,7 +65,7 @@ def _norm_forward(
 ):  # fmt: skip
     """Computes total = x + norm(added + added_bias), and normed = norm(total), for `rows` rows per program.
 
-    Whatever is None is left out. Rows of `total` lie as those of `x`.
+    A part whose argument is None is left out. Rows of `total` lie as those of `x`.
     """
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)[:, None]
     column = tl.arange(0, block)[None, :]
