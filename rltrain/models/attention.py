@@ -309,7 +309,7 @@ def _without_cudnn() -> Iterator[None]:
 
 
 class Turn(NamedTuple):
-    """How kernels normalize and rotate heads.
+    """The norm and the rotation of heads, as kernels take them.
 
     The first `half` elements of rows of `cos` and `sin` belong to the first 2 * half elements of a head. Rows are those
     of the tokens, or `angle_rows` [tokens] has the row of each token. With `pairs` neighbouring elements are rotated

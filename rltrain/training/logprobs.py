@@ -1,4 +1,4 @@
-"""What a model for packed samples computes, and the outputs of its head per token."""
+"""The base of models for packed samples, and the outputs of their heads per token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 
 
 class Recipe:
-    """How tensors are made of others. It keeps the others for backward, which may have recipes themselves."""
+    """A function that makes tensors of others. It keeps the others for backward. They may have recipes themselves."""
 
     __slots__ = ("_inputs", "_made", "_make", "_uses")
 
@@ -24,7 +24,7 @@ class Recipe:
     ) -> None:
         self._make, self._inputs = make, [_packed(one.detach()) for one in inputs]
         self._uses = [0] * count
-        """How often backward will still ask for each result."""
+        """The number of times that backward will still ask for each result."""
         self._made: list[Tensor | None] = [None] * count
         """Results that backward will ask for again."""
 
@@ -48,7 +48,7 @@ class Recipe:
 
 
 class _Again:
-    """What autograd keeps of a view of a recipe's result."""
+    """A view of a recipe's result, as autograd keeps it."""
 
     __slots__ = ("_number", "_recipe", "_view")
 
@@ -82,7 +82,7 @@ def with_recipe(made: Made, make: Callable[..., Made], *inputs: Tensor) -> Made:
 
 
 class MadeAgain:
-    """A context in which autograd keeps recipes in place of those of `tensors` that have one."""
+    """A context in which autograd keeps recipes in place of `tensors`, if these have any."""
 
     __slots__ = ("_before", "_found", "_hooks")
 

@@ -453,7 +453,7 @@ class _Tiles:
         self.logits, self.labels, self.num_valid, self.scale = logits, labels, num_valid, scale
         self.rows, self.columns = logits.tiles(num_valid)
         self.kept = dict[tuple[int, int], tuple[Tensor, ...]]()
-        """What is kept of tiles for backward, by their first row and column."""
+        """Parts of tiles that are kept for backward, by their first row and column."""
         self.num_kept = 0
         """Number of logits that may still be kept."""
 

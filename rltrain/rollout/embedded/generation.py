@@ -175,9 +175,9 @@ class Generation:
     one token per running sample, so step numbers identify tokens.
 
     The results of a step are read after `slots.ahead` further steps have been launched. Admission and the ends of
-    samples then take the host's time while the device works. A sample that ended is in the step in flight too; what
-    that step generates for it is dropped, and what it stores is erased before the memory has another owner. All work
-    of the device is in one order, so whatever is launched later for that memory finds it so.
+    samples then take the host's time while the device works. A sample may have ended before the step in flight. The
+    result of that step for it is dropped, and its new keys and values are erased before the memory has another owner.
+    The device works in the order of launches, so later work finds the memory erased.
 
     A sample to be continued after its turn leaves its slot, and its keys and values are parked in the cache. When it
     returns, only the tokens after them are computed.
