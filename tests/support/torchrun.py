@@ -4,10 +4,12 @@ import faulthandler
 import importlib
 import json
 import os
+import random
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -16,9 +18,16 @@ from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Returns a port that nothing listens on.
+
+    It is below those of outgoing connections. So no client of a test beside this one takes it before a server does.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = random.SystemRandom()  # tests seed the other generators
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", ports.randrange(lowest // 2, lowest)))
+            return free.getsockname()[1]
 
 
 def run_on_two_nodes(

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ import transformers
 from rltrain.rollout.sample import Sample
 from tests.support.jobs import REPOSITORY
 from tests.support.rollout_models import ragged_requests, write_checkpoint
+from tests.support.torchrun import free_port
 
 TOKEN = "of-the-engines"
 START_TIMEOUT_S = 600.0
@@ -84,8 +84,7 @@ class VLLMServer:
     def __init__(
         self, python: str, model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            self.port: int = found.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"),
