@@ -239,7 +239,7 @@ def slots_of(num_slots: int) -> Slots:
     made = Slots(Mock(), num_slots, 9, torch.device("cpu"))
     numbers = [*range(num_slots * 3 // 4)]
     running = len(numbers)
-    rows = [[1] * running, [number % 5 for number in numbers], numbers, numbers, [4] * running, [0] * running, numbers]
+    rows = [[1] * running, [number % 5 for number in numbers], numbers, [4] * running, [0] * running, numbers]
     made.fill(0, rows)
     return made
 
@@ -406,7 +406,7 @@ INTEGERS = {
     "_turn_forward": "num_tokens num_queries num_keys group query_token_stride query_group_stride key_token_stride "
     "key_group_stride angle_stride table_stride block_tokens place_stride head_stride",
     "_gate_forward": "num_rows size group_size gate_stride group_stride up_stride",
-    "_finish_step": "num_slots state_stride increments_stride",
+    "_finish_step": "num_slots state_stride",
     "_draw": "vocab row_stride",
     "_attend": "slot_stride head_stride table_stride num_kv_heads group_size head_dim window",
 }

@@ -369,16 +369,15 @@ class Transcript:
 # State of decode steps other than weights. It outlives a generation, so recorded steps stay valid.
 
 # Rows of the state. triton_kernels.py has the same numbers.
-TOKEN, POSITION, DRAWN, PLACE, LIMIT, DELTA, STREAM = range(7)
+TOKEN, POSITION, DRAWN, LIMIT, DELTA, STREAM = range(6)
 
 
 class Slots:
-    """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [7, slots] int64.
+    """Slots of running responses. They fill slots 0 .. num_running - 1 of the cache and of `state` [6, slots] int64.
 
     `TOKEN` is the next input token and `POSITION` its position. `DRAWN` is the number of response tokens and `LIMIT`
-    their limit. `PLACE` is the slot's place in the results, always its own number. `DELTA` is the position for rotary
-    embeddings minus `POSITION`. `STREAM` is the start of the random numbers. Idle slots may take part in a step. They
-    repeat the same token at position 0, and their output is ignored.
+    their limit. `DELTA` is the position for rotary embeddings minus `POSITION`. `STREAM` is the start of the random
+    numbers. Idle slots may take part in a step. They repeat the same token at position 0, and their output is ignored.
     """
 
     def __init__(
@@ -391,13 +390,12 @@ class Slots:
         self.transcript = Transcript(max_context_tokens, num_slots)
         self.results = Results(num_slots, device, self.ahead)
         self.state = torch.zeros(STREAM + 1, num_slots, dtype=torch.int64, device=device)
-        self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
-        """Increments of POSITION, DRAWN and PLACE per step. Those of PLACE are 0."""
+        self.increments = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """Increments of POSITION and DRAWN per step: 1, and 0 for idle slots."""
         self.num_preempted = 0
         """Number of preempted samples since a reader last set this to 0."""
         self.head_tokens = HeadTokens()
         self._idle_state = torch.zeros_like(self.state)
-        self._idle_state[PLACE] = torch.arange(num_slots, device=device)
         self._idle_state[LIMIT] = 1
         self.clear()
 
@@ -415,29 +413,27 @@ class Slots:
         """Starts responses in slots from `first` on. `rows` are their state rows."""
         new = slice(first, first + len(rows[0]))
         self.state[:, new] = uploaded(rows, self.state.device)
-        self.increments[:2, new] = 1
+        self.increments[new] = 1
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         """Copies slots `sources` to slots `destinations`, up to `num_positions`."""
         to, by = uploaded([destinations, sources], self.state.device)
-        moved = self.state.index_select(1, by)
-        moved[PLACE] = to
-        self.state.index_copy_(1, to, moved)
+        self.state.index_copy_(1, to, self.state.index_select(1, by))
         self.cache.move(sources, destinations, num_positions)
 
     def take(self, tokens: Tensor, logprobs: Tensor, stop_tokens: Tensor, kernels: LayerKernels | None) -> None:
         """Stores the results of a step in the first slots and moves these on."""
-        state, increments, results = self.state[:, : len(tokens)], self.increments[:, : len(tokens)], self.results
+        state, increments, results = self.state[:, : len(tokens)], self.increments[: len(tokens)], self.results
         stopped, failed, finished = results.flags[:, : len(tokens)].unbind()
         if kernels is not None:
             flags, drawn = (stopped, failed, finished), (results.tokens, results.logprobs)
             kernels.finish_step(tokens, logprobs, stop_tokens, state, increments, flags, drawn)
             return
-        fed, _, num_drawn, _, limits, *_ = state.unbind()
+        fed, _, num_drawn, limits, *_ = state.unbind()
         results.tokens[: len(tokens)] = tokens
         results.logprobs[: len(tokens)] = logprobs
         fed.copy_(tokens)
-        state[POSITION : PLACE + 1].add_(increments)
+        state[POSITION : DRAWN + 1].add_(increments)
         torch.any(tokens[:, None] == stop_tokens, -1, out=stopped)
         torch.logical_not(logprobs.isfinite(), out=failed)
         torch.logical_or(stopped | failed, num_drawn >= limits, out=finished)
@@ -445,7 +441,7 @@ class Slots:
     def free(self, first: int, end: int) -> None:
         """Makes the slots from `first` up to `end` idle."""
         self.state[:, first:end] = self._idle_state[:, first:end]
-        self.increments[:, first:end] = 0
+        self.increments[first:end] = 0
         self.cache.free(first, end)
 
 
@@ -489,7 +485,7 @@ class Decoder:
     def _run(self, num_slots: int, num_positions: int, sampling: SamplingParams, stop_tokens: Tensor) -> None:
         slots = self._slots
         state = slots.state[:, :num_slots]
-        fed, positions, num_drawn, _, _, deltas, streams = state.unbind()
+        fed, positions, num_drawn, _, deltas, streams = state.unbind()
         attention = slots.cache.decode_attention(positions, num_positions)
         rotated_by = positions + deltas if self._model.sees else positions
         logits = self._model.logits(self._model.forward(fed, rotated_by, attention))

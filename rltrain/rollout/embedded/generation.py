@@ -401,7 +401,6 @@ class Generation:
             [running.context[-1] for running in admitted],
             [len(running.context) - 1 for running in admitted],
             [len(sample.tokens) for sample in samples],
-            [*range(first, first + len(samples))],
             limits,
             [delta(sample, self._images.merge) if self._images else 0 for sample in samples],
             [

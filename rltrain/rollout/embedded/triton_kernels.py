@@ -90,20 +90,19 @@ def draw_rows(logits: Tensor, streams: Tensor, positions: Tensor, temperature: f
     return tokens, logprobs
 
 
-# The end of a step: its tokens go to the transcript and become the next input, and flags tell which responses end.
+# The end of a step: its tokens go to the results and become the next input, and flags tell which responses end.
 
 _SLOTS_AT_ONCE = 128
 _TOKEN: tl.constexpr = tl.constexpr(streams_of.TOKEN)
 _POSITION: tl.constexpr = tl.constexpr(streams_of.POSITION)
 _DRAWN: tl.constexpr = tl.constexpr(streams_of.DRAWN)
-_PLACE: tl.constexpr = tl.constexpr(streams_of.PLACE)
 _LIMIT: tl.constexpr = tl.constexpr(streams_of.LIMIT)
 
 
 @triton.jit
 def _finish_step(
     tokens, logprobs, stops, state, increments, stopped, failed, finished, all_tokens, all_logprobs,
-    num_slots, state_stride, increments_stride,
+    num_slots, state_stride,
     num_stops: tl.constexpr, slots_at_once: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * slots_at_once + tl.arange(0, slots_at_once)
@@ -111,20 +110,15 @@ def _finish_step(
     token = tl.load(tokens + slot, mask=is_there, other=0)
     logprob = tl.load(logprobs + slot, mask=is_there, other=0.0)
     state += slot
-    increments += slot
-    position = tl.load(state + _POSITION * state_stride, mask=is_there, other=0)
-    drawn = tl.load(state + _DRAWN * state_stride, mask=is_there, other=0)
-    place = tl.load(state + _PLACE * state_stride, mask=is_there, other=0)
+    increment = tl.load(increments + slot, mask=is_there, other=0)
+    position = tl.load(state + _POSITION * state_stride, mask=is_there, other=0) + increment
+    drawn = tl.load(state + _DRAWN * state_stride, mask=is_there, other=0) + increment
     limit = tl.load(state + _LIMIT * state_stride, mask=is_there, other=0)
-    tl.store(all_tokens + place, token, mask=is_there)
-    tl.store(all_logprobs + place, logprob, mask=is_there)
-    drawn += tl.load(increments + increments_stride, mask=is_there, other=0)
-    position += tl.load(increments, mask=is_there, other=0)
-    place += tl.load(increments + 2 * increments_stride, mask=is_there, other=0)
+    tl.store(all_tokens + slot, token, mask=is_there)
+    tl.store(all_logprobs + slot, logprob, mask=is_there)
     tl.store(state + _TOKEN * state_stride, token, mask=is_there)
     tl.store(state + _POSITION * state_stride, position, mask=is_there)
     tl.store(state + _DRAWN * state_stride, drawn, mask=is_there)
-    tl.store(state + _PLACE * state_stride, place, mask=is_there)
     is_stop = slot < 0
     for number in tl.static_range(num_stops):
         is_stop = is_stop | (token == tl.load(stops + number))
@@ -141,14 +135,17 @@ def finish_step(
     state: Tensor,
     increments: Tensor,
     flags: tuple[Tensor, Tensor, Tensor],
-    transcript: tuple[Tensor, Tensor],
+    drawn: tuple[Tensor, Tensor],
 ) -> None:
-    """Does the work of Slots.take for a step's `tokens` and `logprobs` [slots], with the slots' part of the state."""
+    """Does the work of Slots.take for a step's `tokens` and `logprobs` [slots], with the slots' part of the state.
+
+    `drawn` are the tokens and log-probs of the results.
+    """
     num_slots = len(tokens)
     layer_kernels.launch(
         _finish_step, (triton.cdiv(num_slots, _SLOTS_AT_ONCE),),
-        tokens, logprobs, stops, state, increments, *flags, *transcript,
-        num_slots, state.stride(0), increments.stride(0),
+        tokens, logprobs, stops, state, increments, *flags, *drawn,
+        num_slots, state.stride(0),
         num_stops=len(stops), slots_at_once=_SLOTS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
